@@ -1,0 +1,3 @@
+"""dayzero: from a freshly published checkpoint to an accepted inference service."""
+
+__version__ = "0.1.0"

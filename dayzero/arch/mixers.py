@@ -1,0 +1,308 @@
+"""Token mixers as data: grouped-query attention, latent attention, the gated delta rule, and the sparse index.
+
+Every spec answers params(prefix) · cache(prefix) · contracts(prefix) · flops(context), where prefix is
+``layers.3.mixer`` and flops are per token at a context of that many tokens. Shapes: matrices are [out, in].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dayzero.arch.norms import Norm
+from dayzero.arch.rope import Rope
+from dayzero.decl import CacheNeed, Cut, OpUse, ParamDecl
+
+LINEAR = OpUse("linear.matmul", "")
+
+
+def linear_use(site: str) -> OpUse:
+    return OpUse("linear.matmul", site)
+
+
+def rope_use(rope: Rope, site: str) -> OpUse:
+    return OpUse("rope.apply", site, (("place", rope.place), ("style", rope.style)))
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Grouped-query softmax attention (Llama, Qwen3, gpt-oss, Qwen3.5's full layers).
+
+    window: tokens visible, the current one included. sinks: a learned logit per head joins the softmax and is dropped.
+    qk_norm: RMS norm over each head's q and k. gate: q's rows are [q | gate] per head, σ(gate) multiplies the output.
+    bias: q, k, v have biases; out_bias: the output projection has one. softmax_scale multiplies q·k.
+    """
+
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    softmax_scale: float
+    window: int | None = None
+    sinks: bool = False
+    qk_norm: Norm | None = None
+    gate: bool = False
+    bias: bool = False
+    out_bias: bool = False
+
+    kind = "attention"
+
+    def params(self, p: str) -> list[ParamDecl]:
+        q_unit = self.head_dim * (2 if self.gate else 1)
+        q_cut = (Cut(0, "tp", q_unit),)
+        kv_cut = (Cut(0, "tp", self.head_dim, repeat=True),)
+        out = [
+            ParamDecl(f"{p}.q", (self.heads * q_unit, self.dim), cuts=q_cut),
+            ParamDecl(f"{p}.k", (self.kv_heads * self.head_dim, self.dim), cuts=kv_cut),
+            ParamDecl(f"{p}.v", (self.kv_heads * self.head_dim, self.dim), cuts=kv_cut),
+            ParamDecl(f"{p}.o", (self.dim, self.heads * self.head_dim), cuts=(Cut(1, "tp", self.head_dim),)),
+        ]
+        if self.bias:
+            out += [
+                ParamDecl(f"{p}.q_bias", (self.heads * q_unit,), "bias", cuts=q_cut),
+                ParamDecl(f"{p}.k_bias", (self.kv_heads * self.head_dim,), "bias", cuts=kv_cut),
+                ParamDecl(f"{p}.v_bias", (self.kv_heads * self.head_dim,), "bias", cuts=kv_cut),
+            ]
+        if self.out_bias:
+            out.append(ParamDecl(f"{p}.o_bias", (self.dim,), "bias"))
+        if self.qk_norm:
+            out += self.qk_norm.params(f"{p}.q_norm") + self.qk_norm.params(f"{p}.k_norm")
+        if self.sinks:
+            out.append(ParamDecl(f"{p}.sinks", (self.heads,), "scalar", cuts=(Cut(0, "tp"),)))
+        return out
+
+    def cache(self, p: str) -> list[CacheNeed]:
+        cut = (Cut(0, "tp", repeat=True),)
+        shape = (self.kv_heads, self.head_dim)
+        return [CacheNeed(f"{p}.{part}", shape, "bf16", "kv_bf16", cuts=cut, window=self.window) for part in ("k", "v")]
+
+    def contracts(self, p: str) -> list[OpUse]:
+        traits = (("sinks", self.sinks), ("window", self.window is not None))
+        out = [linear_use(f"{p}.{n}") for n in ("q", "k", "v", "o")]
+        out.append(OpUse("attention.causal", f"{p}.attend", traits))
+        if self.rope:
+            out.append(rope_use(self.rope, f"{p}.rope"))
+        if self.qk_norm:
+            out += [self.qk_norm.use(f"{p}.q_norm"), self.qk_norm.use(f"{p}.k_norm")]
+        if self.gate:
+            out.append(OpUse("attention.gate", f"{p}.gate", (("per", "channel"),)))
+        return out
+
+    def flops(self, context: float) -> float:
+        visible = context if self.window is None else min(context, self.window)
+        return 4.0 * self.heads * self.head_dim * visible
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The lightning indexer (DeepSeek-V3.2): score(t, s) = Σ_h w[t,h]·relu(q[t,h]·k[s])·scale, keep top_k causal s.
+
+    query_dim: width that wq reads (the normed q latent). key_norm: LayerNorm or RMS over the key. rope None: no
+    rotation. shared: this layer owns no indexer and reuses the selection of the last layer that has one.
+    """
+
+    dim: int
+    query_dim: int
+    heads: int
+    head_dim: int
+    top_k: int
+    rope: Rope | None
+    key_norm: Norm
+    shared: bool = False
+
+    @property
+    def scale(self) -> float:
+        """heads^-1/2 · head_dim^-1/2, applied to the summed score."""
+        return self.heads**-0.5 * self.head_dim**-0.5
+
+    def params(self, p: str) -> list[ParamDecl]:
+        if self.shared:
+            return []
+        return [
+            ParamDecl(f"{p}.q", (self.heads * self.head_dim, self.query_dim)),
+            ParamDecl(f"{p}.k", (self.head_dim, self.dim)),
+            *self.key_norm.params(f"{p}.k_norm"),
+            ParamDecl(f"{p}.weights", (self.heads, self.dim), "router"),
+        ]
+
+    def cache(self, p: str) -> list[CacheNeed]:
+        return [] if self.shared else [CacheNeed(f"{p}.k", (self.head_dim,), "bf16", "idx_bf16")]
+
+    def contracts(self, p: str) -> list[OpUse]:
+        if self.shared:
+            return []
+        out = [linear_use(f"{p}.q"), linear_use(f"{p}.k"), OpUse("linear.matmul_f32", f"{p}.weights")]
+        out += [self.key_norm.use(f"{p}.k_norm")]
+        out += [OpUse("sparse_index.score", f"{p}.score"), OpUse("sparse_index.top_k", f"{p}.top_k")]
+        return out + ([rope_use(self.rope, f"{p}.rope")] if self.rope else [])
+
+    def flops(self, context: float) -> float:
+        return 0.0 if self.shared else 2.0 * self.heads * self.head_dim * context
+
+
+@dataclass(frozen=True, slots=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); cached row = [normed latent | shared key].
+
+    q_rank None: q is projected directly. shared: width of the key part that all heads share; rotated when rope is
+    given, raw otherwise (Kimi). gate: σ(g_proj x) per channel multiplies the heads' output. index: sparse selection.
+    """
+
+    dim: int
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    shared: int
+    v_dim: int
+    rope: Rope | None
+    softmax_scale: float
+    norm_eps: float
+    gate: bool = False
+    index: Index | None = None
+
+    kind = "latent"
+
+    @property
+    def q_dim(self) -> int:
+        return self.nope + self.shared
+
+    def norm(self, rank: int) -> Norm:
+        return Norm(rank, self.norm_eps)
+
+    def params(self, p: str) -> list[ParamDecl]:
+        by_head = (Cut(0, "tp", self.q_dim),)
+        if self.q_rank is None:
+            out = [ParamDecl(f"{p}.q", (self.heads * self.q_dim, self.dim), cuts=by_head)]
+        else:
+            out = [
+                ParamDecl(f"{p}.q_a", (self.q_rank, self.dim)),
+                *self.norm(self.q_rank).params(f"{p}.q_a_norm"),
+                ParamDecl(f"{p}.q_b", (self.heads * self.q_dim, self.q_rank), cuts=by_head),
+            ]
+        kv_unit = self.nope + self.v_dim
+        out += [
+            ParamDecl(f"{p}.kv_a", (self.kv_rank + self.shared, self.dim)),
+            *self.norm(self.kv_rank).params(f"{p}.kv_a_norm"),
+            ParamDecl(f"{p}.kv_b", (self.heads * kv_unit, self.kv_rank), cuts=(Cut(0, "tp", kv_unit),)),
+            ParamDecl(f"{p}.o", (self.dim, self.heads * self.v_dim), cuts=(Cut(1, "tp", self.v_dim),)),
+        ]
+        if self.gate:
+            out.append(ParamDecl(f"{p}.gate", (self.heads * self.v_dim, self.dim), cuts=(Cut(0, "tp", self.v_dim),)))
+        return out + (self.index.params(f"{p}.index") if self.index else [])
+
+    def cache(self, p: str) -> list[CacheNeed]:
+        row = CacheNeed(
+            f"{p}.latent", (self.kv_rank + self.shared,), "bf16", "mla_bf16", parts=(self.kv_rank, self.shared)
+        )
+        return [row] + (self.index.cache(f"{p}.index") if self.index else [])
+
+    def contracts(self, p: str) -> list[OpUse]:
+        names = ("q",) if self.q_rank is None else ("q_a", "q_b")
+        out = [linear_use(f"{p}.{n}") for n in (*names, "kv_a", "kv_b", "o")]
+        if self.q_rank is not None:
+            out.append(self.norm(self.q_rank).use(f"{p}.q_a_norm"))
+        out.append(self.norm(self.kv_rank).use(f"{p}.kv_a_norm"))
+        out.append(OpUse("latent.attend", f"{p}.attend", (("index", self.index is not None),)))
+        if self.rope:
+            out.append(rope_use(self.rope, f"{p}.rope"))
+        if self.gate:
+            out += [linear_use(f"{p}.gate"), OpUse("attention.gate", f"{p}.gate", (("per", "channel"),))]
+        return out + (self.index.contracts(f"{p}.index") if self.index else [])
+
+    def flops(self, context: float) -> float:
+        visible = context if self.index is None else min(context, self.index.top_k)
+        attend = 2.0 * self.heads * (self.kv_rank + self.shared + self.kv_rank) * visible
+        return attend + (self.index.flops(context) if self.index else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Gated delta rule: Kimi Delta Attention (arXiv 2510.26692) and Gated DeltaNet (arXiv 2412.06464).
+
+    State per head [key_dim, value_dim] float32: S ← decay·S; S ← S + k ⊗ β(v − Sᵀk); o = Sᵀq. q and k come from
+    key_heads, v and the state from heads (a multiple). conv: taps of the causal depthwise convolution on q, k, v.
+    decay ``channel``: one log-decay per key channel from f (decay_rank: low-rank pair f_a, f_b); ``head``: one per
+    head from a. lower None: −e^A·softplus(z + bias); a number: lower·σ(e^A·(z + bias)) (bounded gate).
+    out_gate: activation of the output gate; gate_rank None: full-rank projection.
+    """
+
+    dim: int
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+    decay: Literal["channel", "head"]
+    norm_eps: float
+    out_gate: Literal["sigmoid", "silu"]
+    decay_rank: int | None = None
+    gate_rank: int | None = None
+    lower: float | None = None
+
+    kind = "delta"
+
+    def _widths(self) -> dict[str, int]:
+        return {"q": self.key_heads * self.key_dim, "k": self.key_heads * self.key_dim, "v": self.heads * self.value_dim}
+
+    def params(self, p: str) -> list[ParamDecl]:
+        units = {"q": self.key_dim, "k": self.key_dim, "v": self.value_dim}
+        out: list[ParamDecl] = []
+        for part, width in self._widths().items():
+            cut = (Cut(0, "tp", units[part]),)
+            out.append(ParamDecl(f"{p}.{part}", (width, self.dim), cuts=cut))
+            out.append(ParamDecl(f"{p}.{part}_conv", (width, self.conv), "conv", "f32", cuts=cut))
+        head_cut = (Cut(0, "tp"),)
+        out += self._decay_params(p)
+        out.append(ParamDecl(f"{p}.beta", (self.heads, self.dim), cuts=head_cut))
+        v_width, v_cut = self.heads * self.value_dim, (Cut(0, "tp", self.value_dim),)
+        if self.gate_rank is None:
+            out.append(ParamDecl(f"{p}.gate", (v_width, self.dim), cuts=v_cut))
+        else:
+            out.append(ParamDecl(f"{p}.gate_a", (self.gate_rank, self.dim)))
+            out.append(ParamDecl(f"{p}.gate_b", (v_width, self.gate_rank), cuts=v_cut))
+        out.append(ParamDecl(f"{p}.o_norm", (self.value_dim,), "norm", "f32", center=1.0))
+        out.append(ParamDecl(f"{p}.o", (self.dim, v_width), cuts=(Cut(1, "tp", self.value_dim),)))
+        return out
+
+    def _decay_params(self, p: str) -> list[ParamDecl]:
+        head_cut = (Cut(0, "tp"),)
+        a_log = ParamDecl(f"{p}.a_log", (self.heads,), "scalar", "f32", cuts=head_cut)
+        if self.decay == "head":
+            bias = ParamDecl(f"{p}.dt_bias", (self.heads,), "scalar", "f32", cuts=head_cut)
+            return [ParamDecl(f"{p}.a", (self.heads, self.dim), cuts=head_cut), a_log, bias]
+        width, cut = self.heads * self.key_dim, (Cut(0, "tp", self.key_dim),)
+        bias = ParamDecl(f"{p}.dt_bias", (width,), "scalar", "f32", cuts=cut)
+        if self.decay_rank is None:
+            return [ParamDecl(f"{p}.f", (width, self.dim), cuts=cut), a_log, bias]
+        pair = [ParamDecl(f"{p}.f_a", (self.decay_rank, self.dim))]
+        return [*pair, ParamDecl(f"{p}.f_b", (width, self.decay_rank), cuts=cut), a_log, bias]
+
+    def cache(self, p: str) -> list[CacheNeed]:
+        cut = (Cut(0, "tp"),)
+        state = (self.heads, self.key_dim, self.value_dim)
+        out = [CacheNeed(f"{p}.state", state, "f32", "state_f32", "state", cut, rewind="replay")]
+        for part, width in self._widths().items():
+            need = (width, self.conv - 1)
+            out.append(CacheNeed(f"{p}.{part}_conv", need, "bf16", "conv_bf16", "state", cut, rewind="replay"))
+        return out
+
+    def contracts(self, p: str) -> list[OpUse]:
+        decay = ("f",) if self.decay == "channel" and self.decay_rank is None else ("f_a", "f_b")
+        gates = ("gate",) if self.gate_rank is None else ("gate_a", "gate_b")
+        names = ("q", "k", "v", *(decay if self.decay == "channel" else ("a",)), "beta", *gates, "o")
+        out = [linear_use(f"{p}.{n}") for n in names]
+        out += [OpUse("conv.causal", f"{p}.{n}_conv", (("act", "silu"),)) for n in ("q", "k", "v")]
+        form = "bounded" if self.lower is not None else "softplus"
+        out.append(OpUse(f"recurrence.gate_{form}", f"{p}.decay", (("decay", self.decay),)))
+        out.append(OpUse("recurrence.delta", f"{p}.recur", (("decay", self.decay),)))
+        out.append(OpUse("norm.rms_gated", f"{p}.o_norm", (("act", self.out_gate),)))
+        return out
+
+    def flops(self, context: float) -> float:
+        del context  # the state does not grow with the context
+        return 7.0 * self.heads * self.key_dim * self.value_dim
+
+
+Mixer = Attention | MLA | Delta

@@ -1,0 +1,80 @@
+"""Residual kinds as data: how a layer's input is made from what the stack carries, and its output put back.
+
+The carry is what a pipeline stage sends and what a graph holds: its parts are declared here, per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dayzero.arch.norms import Norm
+from dayzero.decl import OpUse, ParamDecl
+
+
+@dataclass(frozen=True, slots=True)
+class CarryPart:
+    """One tensor of the carry: shape per token, element type."""
+
+    name: str
+    shape: tuple[int, ...]
+    element: str = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Pre-norm residual: h ← h + site(norm(h)) for the mixer and the channel. sandwich: outputs are normed too."""
+
+    norm: Norm
+    sandwich: bool = False
+
+    kind = "plain"
+
+    def params(self, p: str) -> list[ParamDecl]:
+        out = self.norm.params(f"{p}.mixer_norm") + self.norm.params(f"{p}.channel_norm")
+        if self.sandwich:
+            out += self.norm.params(f"{p}.mixer_out_norm") + self.norm.params(f"{p}.channel_out_norm")
+        return out
+
+    def close_params(self) -> list[ParamDecl]:
+        return []
+
+    def contracts(self, p: str) -> list[OpUse]:
+        sites = ("mixer_norm", "channel_norm") + (("mixer_out_norm", "channel_out_norm") if self.sandwich else ())
+        return [self.norm.use(f"{p}.{s}") for s in sites] + [OpUse("residual.add", f"{p}.add")]
+
+    def carry(self) -> tuple[CarryPart, ...]:
+        return (CarryPart("h", (self.norm.dim,)),)
+
+
+@dataclass(frozen=True, slots=True)
+class AttnRes:
+    """Block attention residuals (Kimi K3): each site reads softmax-mixed block sums and the running sum.
+
+    every: layers in a block; the running sum joins the bank before layer l when l % every == 0. bank: most entries.
+    """
+
+    norm: Norm
+    every: int
+    bank: int
+
+    kind = "attn_res"
+
+    def params(self, p: str) -> list[ParamDecl]:
+        out = self.norm.params(f"{p}.mixer_norm") + self.norm.params(f"{p}.channel_norm")
+        for site in ("mixer_mix", "channel_mix"):
+            out += self.norm.params(f"{p}.{site}_norm")
+            out.append(ParamDecl(f"{p}.{site}_proj", (1, self.norm.dim), "router"))
+        return out
+
+    def close_params(self) -> list[ParamDecl]:
+        return [*self.norm.params("close_mix_norm"), ParamDecl("close_mix_proj", (1, self.norm.dim), "router")]
+
+    def contracts(self, p: str) -> list[OpUse]:
+        uses = [self.norm.use(f"{p}.{s}") for s in ("mixer_norm", "channel_norm")]
+        return uses + [OpUse("residual.attn_mix", f"{p}.{s}") for s in ("mixer_mix", "channel_mix")]
+
+    def carry(self) -> tuple[CarryPart, ...]:
+        return (CarryPart("partial", (self.norm.dim,)), CarryPart("bank", (self.bank, self.norm.dim)))
+
+
+Residual = Plain | AttnRes

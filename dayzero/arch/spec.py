@@ -1,0 +1,105 @@
+"""ModelSpec: the whole model as data. Everything the paper half computes starts here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dayzero.arch.channels import Channel, MoE
+from dayzero.arch.mixers import MLA, Attention, Delta, Mixer
+from dayzero.arch.norms import Norm
+from dayzero.arch.residuals import Residual
+from dayzero.arch.vision import Vision
+from dayzero.decl import CacheNeed, Cut, OpUse, ParamDecl
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: a token mixer, a channel mixer, and how both hang on the residual stream."""
+
+    mixer: Mixer
+    channel: Channel
+    residual: Residual
+
+    def params(self, p: str) -> list[ParamDecl]:
+        return self.residual.params(p) + self.mixer.params(f"{p}.mixer") + self.channel.params(f"{p}.channel")
+
+    def cache(self, p: str) -> list[CacheNeed]:
+        return self.mixer.cache(f"{p}.mixer")
+
+    def contracts(self, p: str) -> list[OpUse]:
+        return self.residual.contracts(p) + self.mixer.contracts(f"{p}.mixer") + self.channel.contracts(f"{p}.channel")
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Whether the head is the embedding, and where that came from."""
+
+    tied: bool
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """family: the recipe's name. dim: width. max_positions: trained context in tokens. stop_ids: from the config only.
+
+    extra: layers stored in the checkpoint that the plain forward does not run (draft layers), by prefix.
+    facts: further effective values to show, by name.
+    """
+
+    family: str
+    dim: int
+    vocab: int
+    layers: tuple[LayerSpec, ...]
+    final_norm: Norm
+    tie: Tie
+    max_positions: int
+    stop_ids: tuple[int, ...] = ()
+    embed_scale: float = 1.0
+    vision: Vision | None = None
+    extra: Mapping[str, LayerSpec] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def params(self) -> list[ParamDecl]:
+        """Every parameter of the plain forward, in order: embed, layers, closing, head, vision."""
+        cut = (Cut(0, "tp"),)
+        out = [ParamDecl("embed", (self.vocab, self.dim), "embed", cuts=cut)]
+        for i, layer in enumerate(self.layers):
+            out += layer.params(f"layers.{i}")
+        out += self.layers[-1].residual.close_params()
+        out += self.final_norm.params("final_norm")
+        if not self.tie.tied:
+            out.append(ParamDecl("head", (self.vocab, self.dim), "embed", cuts=cut))
+        return out + (self.vision.params() if self.vision else [])
+
+    def cache(self) -> list[CacheNeed]:
+        return [need for i, layer in enumerate(self.layers) for need in layer.cache(f"layers.{i}")]
+
+    def contracts(self) -> list[OpUse]:
+        uses = [use for i, layer in enumerate(self.layers) for use in layer.contracts(f"layers.{i}")]
+        return [OpUse("embed.lookup", "embed"), *uses, self.final_norm.use("final_norm"), OpUse("linear.matmul", "head")]
+
+    @property
+    def modality(self) -> str:
+        return "text+image" if self.vision else "text"
+
+
+def mixer_word(mixer: Mixer) -> str:
+    """How a layer map names a mixer: window, sparse index and gates included."""
+    if isinstance(mixer, Attention):
+        word = "attention" if mixer.window is None else f"attention window {mixer.window}"
+        return word + (" + sinks" if mixer.sinks else "") + (" + gate" if mixer.gate else "")
+    if isinstance(mixer, MLA):
+        index = "" if mixer.index is None else " + shared index" if mixer.index.shared else f" + index top {mixer.index.top_k}"
+        return ("latent" if mixer.rope else "latent no-rope") + index + (" + gate" if mixer.gate else "")
+    assert isinstance(mixer, Delta)
+    return f"delta per-{mixer.decay} " + ("softplus" if mixer.lower is None else "bounded")
+
+
+def channel_word(channel: Channel) -> str:
+    if isinstance(channel, MoE):
+        router = channel.router
+        latent = f" latent {channel.latent}" if channel.latent else ""
+        return f"moe {router.experts} top {router.top_k}{latent}" + (" + shared" if channel.shared else "")
+    return f"glu {channel.inner}"

@@ -1,0 +1,59 @@
+"""``dayzero align``: our forward against an independent oracle, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dayzero.commands.frame import RecipeOption, SourceArgument, exit_code
+from dayzero.console import Console
+
+if TYPE_CHECKING:
+    from dayzero.acceptance.align import AlignReport
+
+
+@dataclass(frozen=True, slots=True)
+class AlignArguments:
+    source: SourceArgument
+    oracle: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE.py", show_default="the recipe's", help="The independent forward."),
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compare to a trace recorded on another machine.")
+    ] = None
+    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the oracle's side as a trace.")] = None
+    allow_remote_code: Annotated[
+        bool, typer.Option("--allow-remote-code", help="Run the Python code that the checkpoint ships.")
+    ] = False
+    recipe: RecipeOption = None
+    tokens: Annotated[int | None, typer.Option(min=2, help="Length of the text that both sides read.")] = None
+    prompt: Annotated[str | None, typer.Option(help="The text itself.")] = None
+
+
+def report_of(arguments: AlignArguments, console: Console) -> AlignReport:
+    from dayzero.acceptance.align import AlignOptions, align_source
+
+    options = AlignOptions(
+        oracle=arguments.oracle,
+        trace=None if arguments.trace is None else str(arguments.trace),
+        record=None if arguments.record is None else str(arguments.record),
+        allow_remote_code=arguments.allow_remote_code,
+        recipe=None if arguments.recipe is None else str(arguments.recipe),
+        num_tokens=arguments.tokens,
+        prompt=arguments.prompt,
+    )
+    return align_source(arguments.source, options, progress=console.progress)
+
+
+def run(arguments: AlignArguments, console: Console) -> int:
+    """Run our forward and the oracle's over the same tokens; name the first module that diverges."""
+    from dayzero.acceptance.align import show_align
+
+    report = report_of(arguments, console)
+    show_align(report, console)
+    console.emit_json(report)
+    return exit_code(report.verdict)

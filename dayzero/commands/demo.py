@@ -1,0 +1,67 @@
+"""``dayzero demo``: the whole ladder on a small real model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from dayzero.commands.align import AlignArguments
+from dayzero.commands.align import report_of as align_report
+from dayzero.commands.frame import exit_code
+from dayzero.commands.inspect import InspectOptions
+from dayzero.commands.inspect import report_of as inspect_report
+from dayzero.commands.plan import PlanOptions
+from dayzero.commands.plan import report_of as plan_report
+from dayzero.console import Console
+from dayzero.finding import Verdict
+
+PROMPT = "What is the capital of France?"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    where: Annotated[bool, typer.Option("--where", help="Print the small model's folder and stop.")] = False
+    prompt: Annotated[str, typer.Option(help="The question to answer at the end.")] = PROMPT
+    tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64
+
+
+def run(options: DemoOptions, console: Console) -> int:
+    """Fetch a small real model, then inspect, plan, align, and answer one question on the CPU."""
+    from dayzero.demo import demo_folder
+
+    folder = str(demo_folder(console.progress))
+    if options.where:
+        console.result(folder)
+        console.emit_json({"folder": folder})
+        return 0
+    return _ladder(options, folder, console)
+
+
+def _ladder(options: DemoOptions, folder: str, console: Console) -> int:
+    from dayzero.acceptance.align import show_align
+    from dayzero.acceptance.answer import stream_answer
+    from dayzero.planner.show import show_plan, show_report
+
+    console.line(f"model: {folder}")
+    console.line("\n1. inspect", "bold")
+    inspected = inspect_report(InspectOptions(folder), console)
+    show_report(inspected, console)
+    console.line("\n2. plan on this CPU", "bold")
+    planned = plan_report(PlanOptions(folder, "cpu"), console)
+    show_plan(planned, console)
+    console.line("\n3. align with the publisher's code", "bold")
+    aligned = align_report(AlignArguments(folder), console)
+    show_align(aligned, console)
+    verdicts: tuple[Verdict, ...] = (inspected.verdict, planned.verdict, aligned.verdict)
+    console.line(f"\n4. answer: {options.prompt}", "bold")
+    pieces = []
+    for piece in stream_answer(folder, options.prompt, num_tokens=options.tokens):
+        console.stream(piece)
+        pieces.append(piece)
+    console.stream("\n")
+    console.emit_json(
+        {"folder": folder, "inspect": inspected, "plan": planned, "align": aligned, "answer": "".join(pieces)}
+    )
+    return max(exit_code(verdict) for verdict in verdicts)

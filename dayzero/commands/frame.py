@@ -1,0 +1,122 @@
+"""How a command is put together: options from a dataclass, the shared flags, errors turned into exit codes.
+
+Exit codes: 0 passed, 1 the model or checkpoint failed a check, 2 the call was wrong, 3 this machine lacks something,
+70 a bug in dayzero itself (so that it is never taken for a verdict on a checkpoint), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from dayzero.console import Console
+from dayzero.errors import MachineError, UsageError, UserError
+from dayzero.finding import Verdict
+
+Options = TypeVar("Options")
+
+EXIT_FAILED_CHECK = 1
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+EXTRA_OF_PACKAGE = {"transformers": "oracle", "huggingface_hub": "hub", "gguf": "demo"}
+
+SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
+    "json_mode": (Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")], False),
+    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="Only the verdict and what failed.")], False),
+    "show_all": (Annotated[bool, typer.Option("--all", help="Show every evidence name, not eight.")], False),
+    "debug": (Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")], False),
+}
+
+RecipeOption = Annotated[
+    Path | None, typer.Option("--recipe", metavar="FILE.py", help="Recipe of the family, given by path.")
+]
+SourceArgument = Annotated[str, typer.Argument(help="Local directory, s3://bucket/prefix, or a hub id when online.")]
+
+
+def register(app: typer.Typer, name: str, options_type: type[Options], run: Callable[[Options, Console], int]) -> None:
+    """Add command ``name``; its parameters are the fields of ``options_type``, a dataclass with typer's annotations.
+
+    The help text is the docstring of ``run``, which returns the exit code.
+    """
+    parameters = _parameters(options_type)
+
+    def body(**values: Any) -> int:
+        flags = {flag: values.pop(flag) for flag in SHARED_FLAGS}
+        debug = flags.pop("debug")
+        return guarded(lambda console: run(options_type(**values), console), Console(**flags), debug)
+
+    vars(body)["__signature__"] = inspect.Signature(parameters)
+    body.__annotations__ = {p.name: p.annotation for p in parameters}
+    body.__doc__ = run.__doc__
+    app.command(name)(body)
+
+
+def _parameters(options_type: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(options_type, include_extras=True)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    own = [
+        inspect.Parameter(
+            field.name,
+            kind,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options_type)
+    ]
+    shared = [
+        inspect.Parameter(flag, kind, default=default, annotation=annotation)
+        for flag, (annotation, default) in SHARED_FLAGS.items()
+    ]
+    return [*own, *shared]
+
+
+def guarded(work: Callable[[Console], int], console: Console, debug: bool = False) -> int:
+    """Run ``work`` at the process edge: every exception becomes one sentence and an exit code."""
+    try:
+        return work(console)
+    except KeyboardInterrupt:
+        console.problem("Interrupted", "interrupted", EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the edge of the process: nothing above could tell a user more
+        if debug:
+            traceback.print_exc(file=sys.stderr)
+        known = as_user_error(error)
+        if known is not None:
+            console.error(known)
+            return known.exit_code
+        message = f"internal error: {type(error).__name__}: {error} (run with --debug for the traceback)"
+        console.problem("InternalError", message, EXIT_BUG)
+        return EXIT_BUG
+
+
+def as_user_error(error: Exception) -> UserError | None:
+    """``error`` as something a user can mend, or None when it is a bug."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        extra = EXTRA_OF_PACKAGE.get(package)
+        return MachineError(f"this command needs {package}: pip install 'dayzero[{extra}]'") if extra else None
+    if isinstance(error, MemoryError):
+        return MachineError("this machine ran out of memory; close other programs or use a larger machine")
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE):
+            return MachineError(f"{message}; free the resource and try again")
+        return UsageError(f"{message}; check the path and its permissions")
+    return None
+
+
+def exit_code(verdict: Verdict) -> int:
+    """Only a fail fails the command; notes are for reading."""
+    return EXIT_FAILED_CHECK if verdict == "fail" else 0

@@ -1,0 +1,310 @@
+"""What a person or a program sees of a command: lines, tables, findings, progress, one JSON object.
+
+Results go to stdout, progress and errors to stderr. With ``json_mode`` stdout carries exactly one JSON object. With
+``quiet`` only the verdict, failed findings and what the caller asked for by name (``result``) are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields, is_dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from dayzero.errors import UserError
+from dayzero.finding import LAYERS, Finding, Verdict
+from dayzero.units import bytes_text
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+SHOW_AFTER_SECONDS = 2.0
+PIPED_INTERVAL_SECONDS = 10.0
+NUM_EVIDENCE_SHOWN = 8
+PIPED_WIDTH = 160
+STYLES: Mapping[str, str] = {"pass": "green", "note": "yellow", "fail": "bold red"}
+
+
+class Bar(Protocol):
+    """How far one long piece of work has come."""
+
+    def advance(self, count: float = 1) -> None:
+        """``count`` more units are done."""
+
+    def note(self, text: str) -> None:
+        """What is being worked on now, e.g. a file name; shown behind the bar."""
+
+
+ProgressFactory = Callable[[str, float | None, str], AbstractContextManager[Bar]]
+"""(label, total units or None when unknown, unit: ``B`` for bytes or a plural noun) -> context with a Bar."""
+
+
+class _NoBar:
+    def advance(self, count: float = 1) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def __enter__(self) -> _NoBar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        pass
+
+
+def no_progress(label: str, total: float | None = None, unit: str = "") -> AbstractContextManager[Bar]:
+    """A ProgressFactory that shows nothing: for library calls and tests."""
+    return _NoBar()
+
+
+def clean(text: str) -> str:
+    """``text`` with control characters written out: names come from files that nobody has vouched for."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def duration_text(seconds: float) -> str:
+    """65 -> '1:05', 3671 -> '1:01:11'."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+class Progress:
+    """A bar with an ETA on ``stream`` once the work has taken more than two seconds.
+
+    On a terminal the line is redrawn four times a second; elsewhere one line is written every ten seconds. The line is
+    drawn by a thread, so work that does not call ``advance`` for long still shows that it is alive.
+    """
+
+    def __init__(self, stream: TextIO, label: str, total: float | None = None, unit: str = "") -> None:
+        self._stream, self._label, self._total, self._unit = stream, label, total, unit
+        self._terminal = stream.isatty()
+        self._done = 0.0
+        self._note = ""
+        self._stop = threading.Event()
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def advance(self, count: float = 1) -> None:
+        self._done += count
+
+    def note(self, text: str) -> None:
+        self._note = clean(text)
+
+    def __enter__(self) -> Progress:
+        self._began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def text(self, elapsed_seconds: float) -> str:
+        """The line as it stands after ``elapsed_seconds``."""
+        parts = [self._label]
+        if self._total:
+            share = min(self._done / self._total, 1.0)
+            filled = round(20 * share)
+            parts.append(f"[{'#' * filled}{'.' * (20 - filled)}] {share:4.0%} {self._amount()}")
+            if share > 0:
+                parts.append(f"ETA {duration_text(elapsed_seconds * (1 - share) / share)}")
+        else:
+            parts.append(f"{self._amount()} in {duration_text(elapsed_seconds)}")
+        return "  ".join([*parts, self._note] if self._note else parts)
+
+    def _amount(self) -> str:
+        if self._unit == "B":
+            done = bytes_text(self._done)
+            return f"{done} of {bytes_text(self._total)}" if self._total else done
+        done = f"{self._done:.0f}"
+        return f"{done} of {self._total:.0f} {self._unit}".rstrip() if self._total else f"{done} {self._unit}".rstrip()
+
+    def _run(self) -> None:
+        if self._stop.wait(SHOW_AFTER_SECONDS if self._terminal else PIPED_INTERVAL_SECONDS):
+            return
+        while True:
+            line = self.text(time.monotonic() - self._began)
+            if not self._write(f"\r\x1b[2K{line}" if self._terminal else line + "\n"):
+                return
+            if self._stop.wait(0.25 if self._terminal else PIPED_INTERVAL_SECONDS):
+                break
+        if self._terminal:
+            self._write("\r\x1b[2K")
+
+    def _write(self, text: str) -> bool:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # a closed stderr must not end the work it tells of
+            return False
+        return True
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON knows it: dataclasses and ``to_json`` objects as objects, sets sorted, NaN as text.
+
+    JSON has neither NaN nor infinities, and null would hide that a number was measured.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if hasattr(value, "to_json"):
+        return plain(value.to_json())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item) for item in value), key=str)
+    if isinstance(value, Iterable):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def short_list(names: Sequence[str], show_all: bool = False) -> str:
+    """At most eight names, then how many more there are."""
+    shown = names if show_all else names[:NUM_EVIDENCE_SHOWN]
+    left = len(names) - len(shown)
+    return ", ".join(shown) + (f", +{left} more" if left else "")
+
+
+class Console:
+    """One command's output. ``show_all`` lifts the limit on evidence names."""
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        json_mode: bool = False,
+        show_all: bool = False,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+    ) -> None:
+        self.quiet, self.json_mode, self.show_all = quiet, json_mode, show_all
+        self._stdout, self._stderr = stdout or sys.stdout, stderr or sys.stderr
+        self._made: RichConsole | None = None
+
+    @property
+    def _rich(self) -> RichConsole:
+        # rich takes a third of the time that the command line has for its own import, and JSON never needs it
+        if self._made is None:
+            from rich.console import Console as RichConsole
+
+            width = None if self._stdout.isatty() else PIPED_WIDTH
+            self._made = RichConsole(file=self._stdout, width=width, highlight=False, markup=False, emoji=False)
+        return self._made
+
+    def _print(self, *pieces: tuple[str, str]) -> None:
+        """One line made of (text, style) pieces, never wrapped and never read as markup."""
+        from rich.text import Text
+
+        line = Text()
+        for text, style in pieces:
+            line.append(clean(text), style)
+        self._rich.print(line, soft_wrap=True)
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """One line for a person; nothing with ``quiet`` or ``json_mode``."""
+        if not (self.quiet or self.json_mode):
+            self._print((text, style))
+
+    def result(self, text: str) -> None:
+        """A line the caller asked for by name, printed as it is even when quiet; nothing with ``json_mode``."""
+        if not self.json_mode:
+            self._stdout.write(text + "\n")
+
+    def stream(self, text: str) -> None:
+        """A piece of a streamed answer, flushed at once; nothing with ``json_mode``."""
+        if not self.json_mode:
+            self._stdout.write(text)
+            self._stdout.flush()
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """A table; columns whose cells are all numbers are set flush right."""
+        if self.quiet or self.json_mode:
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        cells = [[_cell(value) for value in row] for row in rows]
+        table = Table(
+            title=Text(clean(title)) if title else None,
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            pad_edge=False,
+        )
+        for index, column in enumerate(columns):
+            numeric = bool(cells) and all(row[index][:1].isdigit() for row in cells)
+            table.add_column(Text(clean(column)), justify="right" if numeric else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*(Text(cell) for cell in row))
+        self._rich.print(table)
+
+    def progress(self, label: str, total: float | None = None, unit: str = "") -> AbstractContextManager[Bar]:
+        """A ProgressFactory: context that shows how far the work is, on stderr. Nothing when quiet."""
+        return _NoBar() if self.quiet else Progress(self._stderr, label, total, unit)
+
+    def emit_json(self, value: object) -> None:
+        """The one JSON object of a ``json_mode`` run; nothing otherwise."""
+        if self.json_mode:
+            self._stdout.write(json.dumps(plain(value), allow_nan=False, ensure_ascii=False) + "\n")
+            self._stdout.flush()
+
+    def findings(self, findings: Iterable[Finding], verdict: Verdict) -> None:
+        """Findings grouped by layer, worst first, then the verdict. A pass is one line; quiet shows fails only."""
+        if self.json_mode:
+            return
+        listed = list(findings)
+        order = {"fail": 0, "note": 1, "pass": 2}
+        for layer in LAYERS:
+            group = sorted((f for f in listed if f.layer == layer), key=lambda f: order[f.verdict])
+            shown = [f for f in group if f.verdict == "fail" or not self.quiet]
+            if shown:
+                self._print((layer, "bold"))
+            for finding in shown:
+                self._finding(finding)
+        counts = ", ".join(f"{sum(f.verdict == v for f in listed)} {v}" for v in order)
+        self._print((f"verdict: {verdict}", STYLES[verdict]), (f" ({counts})", ""))
+
+    def _finding(self, finding: Finding) -> None:
+        self._print(("  ", ""), (f"{finding.verdict:<4}", STYLES[finding.verdict]), (f"  {finding.claim}", ""))
+        if finding.verdict == "pass":
+            return
+        rows = [
+            ("measured", "" if finding.measured is None else _cell(finding.measured)),
+            ("bound", "" if finding.bound is None else _cell(finding.bound)),
+            ("evidence", short_list(finding.evidence, self.show_all)),
+            ("remedy", finding.remedy),
+        ]
+        for name, text in rows:
+            if text:
+                self._print((f"        {name}: {text}", ""))
+
+    def error(self, error: UserError) -> None:
+        """One sentence on stderr, and with ``json_mode`` the same as an object on stdout."""
+        self.problem(type(error).__name__, str(error), error.exit_code)
+
+    def problem(self, kind: str, message: str, exit_code: int) -> None:
+        """As ``error``, for what is no UserError: wrong options, an interrupted run, a bug."""
+        self._stderr.write(f"error: {clean(message)}\n")
+        self.emit_json({"error": {"kind": kind, "message": message, "exit_code": exit_code}})
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return short_list([_cell(item) for item in value])
+    return clean(str(value))

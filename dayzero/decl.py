@@ -1,0 +1,144 @@
+"""Nouns every room shares: how numbers are stored, what a parameter is, what a layer keeps between steps.
+
+Nothing here imports torch; nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Axis = Literal["tp", "ep", "pp", "cp", "dp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a matrix is stored: its elements and the scales beside them.
+
+    element: ``f32 bf16 f16 e4m3 e2m1 int4``. bits: bits an element takes. block: (rows, columns) that share one
+    scale; None when there is no scale. scale: element type of the scales. tensor_scale: whether a further scale for
+    the whole tensor multiplies or divides. layout: which tensors of a checkpoint hold it (see checkpoint/formats).
+    """
+
+    name: str
+    element: str
+    bits: int
+    block: tuple[int, int] | None = None
+    scale: str | None = None
+    tensor_scale: Literal["multiply", "divide"] | None = None
+    layout: str = "plain"
+
+    @property
+    def quantized(self) -> bool:
+        return self.block is not None
+
+
+F32 = Format("f32", "f32", 32)
+BF16 = Format("bf16", "bf16", 16)
+F16 = Format("f16", "f16", 16)
+FP8_BLOCK = Format("fp8_block", "e4m3", 8, (128, 128), "f32", layout="scale_inv")
+FP8_BLOCK_E8M0 = Format("fp8_block_e8m0", "e4m3", 8, (128, 128), "e8m0", layout="scale")
+FP8_BLOCK_WEIGHT_SCALE = Format("fp8_block_weight_scale", "e4m3", 8, (128, 128), "f32", layout="weight_scale")
+MXFP4_SCALE = Format("mxfp4_scale", "e2m1", 4, (1, 32), "e8m0", layout="scale")
+MXFP4_INTERLEAVED = Format("mxfp4_interleaved", "e2m1", 4, (1, 32), "e8m0", layout="blocks")
+MXFP4_PACK = Format("mxfp4_pack", "e2m1", 4, (1, 32), "e8m0", layout="packed")
+NVFP4_PACK = Format("nvfp4_pack", "e2m1", 4, (1, 16), "e4m3", "divide", layout="packed_global")
+NVFP4_MODELOPT = Format("nvfp4_modelopt", "e2m1", 4, (1, 16), "e4m3", "multiply", layout="weight_scale_2")
+INT4_PACK = Format("int4_pack", "int4", 4, (1, 32), "bf16", layout="packed_shape")
+
+PLAIN_FORMATS = (F32, BF16, F16)
+QUANTIZED_FORMATS = (
+    FP8_BLOCK, FP8_BLOCK_E8M0, FP8_BLOCK_WEIGHT_SCALE, MXFP4_SCALE, MXFP4_INTERLEAVED, MXFP4_PACK, NVFP4_PACK,
+    NVFP4_MODELOPT, INT4_PACK,
+)  # fmt: skip
+FORMATS = {f.name: f for f in PLAIN_FORMATS + QUANTIZED_FORMATS}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Mesh axis ``axis`` cuts dimension ``dim`` into equal runs of whole units.
+
+    unit: smallest piece kept whole, in elements (a head, a scale block). repeat: with more ranks than units, a unit is
+    held by several ranks (KV heads) instead of making the layout illegal.
+    """
+
+    dim: int
+    axis: Axis
+    unit: int = 1
+    repeat: bool = False
+
+
+Role = Literal["linear", "embed", "norm", "bias", "conv", "scalar", "router"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamDecl:
+    """A parameter of the model, by our name, as the blocks want it.
+
+    shape: logical shape, matrices as [out, in], stacked experts as [experts, out, in].
+    role: ``linear`` may be stored quantised; everything else is plain. keep: ``f32`` for values that must never be
+    rounded to the activation dtype (router bias, decay rates); None follows the activation dtype.
+    stored: element type the publisher's files must have, when a narrower one would be damage (``f32`` router bias).
+    cuts: how mesh axes may cut it. Replicated on every rank where no cut's axis is used.
+    center: mean that trained values lie around, where there is a convention to hold them to (norm weights: 1, or 0
+    where the model multiplies by 1 + w).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role = "linear"
+    keep: Literal["f32"] | None = None
+    stored: Literal["f32"] | None = None
+    cuts: tuple[Cut, ...] = ()
+    center: float | None = None
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class CacheNeed:
+    """What a layer keeps between steps.
+
+    name: ``layers.3.mixer.latent``. shape: per token (unit ``token``) or per sequence (unit ``state``).
+    element: ``bf16``, ``f32``…, the reference record's element type. record: name of the record format, e.g.
+    ``mla_bf16``; a variant names what it reads and a plan refuses a mismatch. window: tokens that stay visible,
+    the current one included. shares: name of the need whose storage this one aliases.
+    rewind: how a state goes back to an earlier token when a draft is rejected.
+    parts: how the last dimension divides into pieces that are stored differently (latent, shared key).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    element: str
+    record: str
+    unit: Literal["token", "state"] = "token"
+    cuts: tuple[Cut, ...] = ()
+    window: int | None = None
+    shares: str | None = None
+    rewind: Literal["truncate", "copies", "replay"] = "truncate"
+    parts: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class OpUse:
+    """One use of an operator contract by a spec: which contract, with which traits, at which site.
+
+    contract: name in ops/catalog, e.g. ``attention.causal``. traits: options that a variant must support, as sorted
+    (key, value) pairs, e.g. (("sinks", True), ("window", 128)).
+    """
+
+    contract: str
+    site: str
+    traits: tuple[tuple[str, object], ...] = ()

@@ -1,0 +1,147 @@
+"""Which recipe covers a config: by traits, never by model_type alone.
+
+``find`` answers with a recipe or with the nearest known family and how the config differs from it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dayzero.errors import UsageError
+from dayzero.models.recipe import Recipe, Traits
+
+BUILT_IN = ("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm5", "kimi_linear", "kimi_k3", "gpt_oss", "qwen3_5")
+ENTRY_POINTS = "dayzero.models"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """recipe: the one that covers the config, None when none does. nearest: the most similar known family.
+
+    why: one sentence on how the decision came about. looks: further recipes whose traits fit as well.
+    """
+
+    recipe: Recipe | None
+    nearest: Recipe | None
+    why: str
+
+
+def load_recipe(where: str) -> Recipe:
+    """A recipe from a ``.py`` file path or a module name. Raises UsageError when it is no recipe."""
+    if where.endswith(".py"):
+        return _from_module(_module_from_path(where), where)
+    return _from_module(importlib.import_module(where), where)
+
+
+def _module_from_path(where: str) -> ModuleType:
+    path = Path(where)
+    if not path.is_file():
+        raise UsageError(f"recipe {where} is no file; give the path of a .py file with ARCHITECTURES, spec and RULES.")
+    name = f"dayzero_recipe_{path.stem}_{abs(hash(str(path.resolve()))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    made = importlib.util.spec_from_file_location(name, path)
+    if made is None or made.loader is None:
+        raise UsageError(f"recipe {where} cannot be imported as a Python file.")
+    module = importlib.util.module_from_spec(made)
+    sys.modules[name] = module
+    try:
+        made.loader.exec_module(module)
+    except (SyntaxError, ImportError, NameError, TypeError, ValueError, AttributeError) as error:
+        del sys.modules[name]
+        raise UsageError(f"recipe {where} does not import: {type(error).__name__}: {error}.") from error
+    return module
+
+
+def _from_module(module: ModuleType, origin: str) -> Recipe:
+    missing = [n for n in ("ARCHITECTURES", "spec") if not hasattr(module, n)]
+    if not hasattr(module, "RULES") and not hasattr(module, "rules"):
+        missing.append("RULES")
+    if missing:
+        raise UsageError(f"recipe {origin} has no {', '.join(missing)}; see docs/new-model.md for what a recipe holds.")
+    rules = getattr(module, "rules", None) or (lambda spec: module.RULES)
+    return Recipe(
+        name=getattr(module, "NAME", Path(origin).stem if origin.endswith(".py") else origin.rsplit(".", 1)[-1]),
+        origin=origin,
+        architectures=tuple(module.ARCHITECTURES),
+        traits=getattr(module, "TRAITS", Traits()),
+        make_spec=module.spec,
+        make_rules=lambda spec: tuple(rules(spec)),
+        oracle=getattr(module, "ORACLE", None),
+        twin=getattr(module, "TWIN", {}),
+    )
+
+
+def recipes() -> list[Recipe]:
+    """Built-in recipes, then those of installed packages (entry points ``dayzero.models``)."""
+    out = [load_recipe(f"dayzero.models.{name}") for name in BUILT_IN]
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        out.append(load_recipe(point.value.split(":")[0]))
+    return out
+
+
+def find(config: Mapping[str, Any], recipe: str | None = None) -> Match:
+    """The recipe for a parsed config.json. ``recipe``: a path or module that the caller names; then traits still count."""
+    if recipe is not None:
+        given = load_recipe(recipe)
+        return Match(given, None, f"recipe given: {recipe}")
+    known = recipes()
+    declared = _architectures(config)
+    fitting = [r for r in known if not trait_faults(r.traits, config)]
+    named = [r for r in fitting if set(r.architectures) & declared]
+    if named:
+        best = max(named, key=lambda r: len(r.traits.needs) + len(r.traits.lacks))
+        return Match(best, None, f"architecture {sorted(declared)[0]} with the traits of {best.name}")
+    nearest = max(known, key=lambda r: likeness(r, config))
+    alike = [r for r in known if set(r.architectures) & declared]
+    if alike:
+        faults = "; ".join(trait_faults(alike[0].traits, config))
+        return Match(None, nearest, f"{sorted(declared)[0]} is {alike[0].name}'s name, but the traits differ: {faults}")
+    said = ", ".join(sorted(declared)) or "no architectures"
+    return Match(None, nearest, f"no recipe knows {said}; the nearest known family is {nearest.name}")
+
+
+def _architectures(config: Mapping[str, Any]) -> set[str]:
+    out: set[str] = set()
+    for part in (config, config.get("text_config") or {}):
+        names = part.get("architectures") if isinstance(part, Mapping) else None
+        if isinstance(names, list):
+            out |= {n for n in names if isinstance(n, str)}
+        if out:
+            break  # the outer name is what the publisher released; the inner one may be a look-alike's
+    return out
+
+
+def _at(config: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def present(config: Mapping[str, Any], key: str) -> bool:
+    """Whether ``key`` is there with a value that means something, at the root or in text_config."""
+    return any(_at(part, key) not in (None, False) for part in (config, config.get("text_config") or {}))
+
+
+def trait_faults(traits: Traits, config: Mapping[str, Any]) -> list[str]:
+    """What speaks against a family: needed keys that are absent, keys it must lack that are there."""
+    out = [f"has no {key}" for key in traits.needs if not present(config, key)]
+    return out + [f"has {key}" for key in traits.lacks if present(config, key)]
+
+
+def likeness(recipe: Recipe, config: Mapping[str, Any]) -> float:
+    """Share of the traits that hold, weighted by how many there are: for naming the nearest family only."""
+    traits = recipe.traits
+    wanted = len(traits.needs) + len(traits.lacks)
+    held = wanted - len(trait_faults(traits, config))
+    needs_held = sum(present(config, key) for key in traits.needs)
+    return needs_held + (held / wanted if wanted else 0.0)

@@ -1,0 +1,216 @@
+"""Hostile inputs for every contract: odd sizes, non-contiguous tensors, ties, empty and single rows, real statistics.
+
+``CASES[contract]`` are the inputs any variant is compared on. Sizes stay small enough for a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dayzero.ops.cases_mixers import MIXER_CASES
+from dayzero.ops.contract import Case
+from dayzero.ops.random_inputs import Inputs, strided
+
+BF16, F32 = torch.bfloat16, torch.float32
+ODD_TOKENS = (1, 7, 63, 65)
+
+
+def _case(name: str, make: Callable[[Inputs], dict[str, Any]]) -> Case:
+    return Case(name, lambda seed: make(Inputs(seed)))
+
+
+def _norms(kind: str) -> tuple[Case, ...]:
+    def make(rows: int, dtype: torch.dtype, loose: bool) -> Callable[[Inputs], dict[str, Any]]:
+        def inputs(r: Inputs) -> dict[str, Any]:
+            x = r.normal(rows, 33, dtype=dtype) * 30
+            x = strided(x) if loose else x
+            if rows:
+                x[0] = 0  # a row whose norm is nothing but eps
+            out: dict[str, Any] = {"x": x, "eps": 1e-6}
+            if kind != "norm.l2":
+                out["weight_D"] = 1 + r.normal(33) / 8
+            if kind == "norm.layer":
+                out["bias_D"] = r.normal(33)
+            if kind == "norm.rms_gated":
+                out |= {"gate": r.normal(rows, 33, dtype=dtype) * 6, "act": "silu" if loose else "sigmoid"}
+            return out
+
+        return inputs
+
+    sizes = [(1, F32, False), (63, BF16, True), (65, F32, True), (0, F32, False)]
+    cases = [_case(f"{n} rows {d} {'strided' if s else 'packed'}", make(n, d, s)) for n, d, s in sizes]
+    if kind == "norm.rms":
+        cases += [
+            _case("1 + w", lambda r: {"x": r.normal(7, 33), "weight_D": r.normal(33), "eps": 1e-6, "offset": True}),
+            _case("no weight", lambda r: {"x": r.normal(7, 33), "eps": 1e-20}),
+            _case("rounded before the weight", lambda r: {
+                "x": r.normal(7, 33, dtype=BF16), "weight_D": r.normal(33, dtype=BF16), "eps": 1e-5,
+                "scale_in": "dtype",
+            }),
+        ]  # fmt: skip
+    return tuple(cases)
+
+
+def _rope() -> tuple[Case, ...]:
+    def make(tokens: int, style: str, part: str, dtype: torch.dtype) -> Callable[[Inputs], dict[str, Any]]:
+        return lambda r: {
+            "x_THD": strided(r.normal(tokens, 3, 24, dtype=dtype)), "positions": r.integers(0, 1_000_000, tokens),
+            "inv_freq_F": 10_000.0 ** (-torch.arange(8) / 8), "style": style, "part": part, "factor": 1.1,
+        }  # fmt: skip
+
+    plain = [make(t, s, p, d) for t, s, p, d in (
+        (7, "half", "first", F32), (63, "interleaved", "last", BF16), (1, "interleaved", "first", F32),
+        (0, "half", "last", F32),
+    )]  # fmt: skip
+    mrope = _case("three axes", lambda r: {
+        "x_THD": r.normal(65, 2, 22), "positions": r.integers(0, 999, 3, 65), "sections": (5, 3, 3),
+        "inv_freq_F": 1e7 ** (-torch.arange(11) / 11), "style": "half",
+    })  # fmt: skip
+    back = _case("inverse", lambda r: make(7, "half", "last", F32)(r) | {"inverse": True})
+    return (*(_case(f"plain {i}", m) for i, m in enumerate(plain)), mrope, back)
+
+
+def _linear(grouped: bool) -> tuple[Case, ...]:
+    def make(rows: int, dtype: torch.dtype, bias: bool) -> Callable[[Inputs], dict[str, Any]]:
+        def inputs(r: Inputs) -> dict[str, Any]:
+            if grouped:
+                return {"x_TGK": strided(r.normal(rows, 3, 65, dtype=dtype)), "w_GNK": r.normal(3, 31, 65, dtype=dtype)}
+            return {
+                "x_TK": strided(r.normal(rows, 65, dtype=dtype)), "w_NK": strided(r.normal(33, 65, dtype=dtype)),
+                "bias_N": r.normal(33, dtype=dtype) if bias else None,
+            }  # fmt: skip
+
+        return inputs
+
+    sizes = [(0, F32, False), (1, F32, True), (7, BF16, False), (63, BF16, True), (65, F32, False)]
+    return tuple(_case(f"{n} rows {d} bias {b}", make(n, d, b)) for n, d, b in sizes)
+
+
+def _glu() -> tuple[Case, ...]:
+    kinds: tuple[dict[str, Any], ...] = (
+        {"kind": "silu"}, {"kind": "gelu_tanh"}, {"kind": "clamped", "limit": 7.0, "alpha": 1.702},
+        {"kind": "silu_clamped", "limit": 10.0}, {"kind": "situ", "beta": 4.0, "linear_beta": 25.0},
+    )  # fmt: skip
+
+    def make(kind: dict[str, Any], dtype: torch.dtype) -> Callable[[Inputs], dict[str, Any]]:
+        # 40 sigma reaches every clamp and both tanh saturations.
+        return lambda r: (
+            {"gate_TI": r.normal(63, 7, dtype=dtype) * 40, "up_TI": r.normal(63, 7, dtype=dtype) * 40} | kind
+        )
+
+    return tuple(_case(f"{k['kind']} {d}", make(k, d)) for k in kinds for d in (F32, BF16))
+
+
+def _route() -> tuple[Case, ...]:
+    def big_bias(r: Inputs) -> dict[str, Any]:
+        # A trained correction bias dwarfs the scores: 7 + U(0, 0.25) has steps of 5e-7 in f32 but of 3e-2 in bf16.
+        return {"logits_TE": r.normal(65, 96), "top_k": 7, "score": "sigmoid", "bias_E": 7 + r.uniform(96) / 4,
+                "scale": 2.5, "eps": 1e-20}  # fmt: skip
+
+    def ties(r: Inputs) -> dict[str, Any]:
+        return {"logits_TE": r.integers(0, 3, 63, 16).float(), "top_k": 5, "score": "softmax"}
+
+    return (
+        _case("large bias", big_bias),
+        _case("groups", lambda r: big_bias(r) | {"groups": (8, 3)}),
+        _case("ties", ties),
+        _case("ties over the chosen", lambda r: ties(r) | {"score": "softmax_topk"}),
+        _case("no renormalising", lambda r: ties(r) | {"renormalise": False, "score": "sigmoid"}),
+        _case("no rows", lambda r: {"logits_TE": r.normal(0, 16), "top_k": 4, "score": "sigmoid"}),
+    )
+
+
+def _experts() -> tuple[Case, ...]:
+    def make(tokens: int, dtype: torch.dtype, biases: bool) -> Callable[[Inputs], dict[str, Any]]:
+        def inputs(r: Inputs) -> dict[str, Any]:
+            num, width, inner = 6, 33, 17
+            ids = torch.stack([r.permutation(num)[:3] for _ in range(tokens)]) if tokens else r.integers(0, 1, 0, 3)
+            if tokens > 1:
+                ids[0] = -1  # a token that has no expert on this rank
+                ids[ids == 4] = -1  # an expert that nobody hits
+            many = tuple(r.normal(num, n, dtype=dtype) for n in (inner, inner, width)) if biases else None
+            kind = {"kind": "clamped", "limit": 7.0, "alpha": 1.702} if biases else {"kind": "silu"}
+            return {
+                "x_TD": strided(r.normal(tokens, width, dtype=dtype)), "ids_TN": ids,
+                "weights_TN": r.uniform(tokens, 3),
+                "gate_EID": r.normal(num, inner, width, dtype=dtype) / 4,
+                "up_EID": r.normal(num, inner, width, dtype=dtype) / 4,
+                "down_EDI": r.normal(num, width, inner, dtype=dtype) / 4, "activation": kind, "biases": many,
+            }  # fmt: skip
+
+        return inputs
+
+    sizes = [(0, F32, False), (1, F32, True), (7, BF16, True), (63, F32, False), (65, BF16, False)]
+    return tuple(_case(f"{n} tokens {d} biases {b}", make(n, d, b)) for n, d, b in sizes)
+
+
+def _residual() -> dict[str, tuple[Case, ...]]:
+    def add(rows: int, dtype: torch.dtype) -> Callable[[Inputs], dict[str, Any]]:
+        return lambda r: {
+            "stream_TH": r.normal(rows, 33, dtype=dtype) * 50, "out_TH": strided(r.normal(rows, 33, dtype=dtype)),
+        }  # fmt: skip
+
+    def mix(bank: int, dtype: torch.dtype) -> Callable[[Inputs], dict[str, Any]]:
+        return lambda r: {
+            "partial_TH": r.normal(7, 33, dtype=dtype), "bank_BTH": r.normal(bank, 7, 33, dtype=dtype) * 9,
+            "norm_weight_H": 1 + r.normal(33, dtype=dtype) / 8, "proj_weight_H": r.normal(1, 33, dtype=dtype),
+            "eps": 1e-5,
+        }  # fmt: skip
+
+    def enter(r: Inputs) -> dict[str, Any]:
+        return {"streams_TNH": r.normal(7, 4, 9) * 3, "fn": r.normal(24, 36), "base": r.normal(24), "norm_eps": 1e-6,
+                "scale_3": r.normal(3), "mix_eps": 1e-6, "iterations": 20}  # fmt: skip
+
+    def leave(r: Inputs) -> dict[str, Any]:
+        return {"streams_TNH": r.normal(7, 4, 9, dtype=BF16), "out_TH": r.normal(7, 9, dtype=BF16),
+                "post_TN": r.uniform(7, 4), "comb_TNN": r.uniform(7, 4, 4)}  # fmt: skip
+
+    def close(r: Inputs) -> dict[str, Any]:
+        return {"streams_TNH": r.normal(7, 4, 9), "head": (r.normal(4, 36), r.normal(4), r.normal(1)),
+                "norm_eps": 1e-6, "mix_eps": 1e-6}  # fmt: skip
+
+    return {
+        "residual.add": tuple(_case(f"{n} rows {d}", add(n, d)) for n, d in ((0, F32), (7, BF16), (65, F32))),
+        "residual.attn_mix": tuple(_case(f"bank of {n} {d}", mix(n, d)) for n, d in ((0, F32), (1, BF16), (8, F32))),
+        "residual.streams_enter": (_case("four streams", enter),),
+        "residual.streams_leave": (_case("four streams", leave),),
+        "residual.streams_close": (_case("head", close), _case("mean", lambda r: {"streams_TNH": r.normal(7, 4, 9)})),
+    }  # fmt: skip
+
+
+def _greedy() -> tuple[Case, ...]:
+    return (
+        _case("ties", lambda r: {"logits_TV": r.integers(0, 4, 65, 33).float()}),
+        _case("one row", lambda r: {"logits_TV": r.normal(1, 7, dtype=BF16)}),
+        _case("no rows", lambda r: {"logits_TV": r.normal(0, 7)}),
+    )
+
+
+def traits_of(inputs: dict[str, Any]) -> dict[str, object]:
+    """The options that a case's inputs use and that a variant may lack, as the catalog names them."""
+    found: dict[str, object] = {}
+    for argument, option in (("sinks_H", "sinks"), ("biases", "biases"), ("allowed_TA", "indexed")):
+        if inputs.get(argument) is not None:
+            found[option] = True
+    for option in ("window", "softcap"):
+        if isinstance(inputs.get(option), int | float) and "scores_TL" not in inputs:
+            found[option] = inputs[option]
+    return found
+
+
+CASES: dict[str, tuple[Case, ...]] = {
+    **{kind: _norms(kind) for kind in ("norm.rms", "norm.layer", "norm.rms_gated", "norm.l2")},
+    "rope.apply": _rope(),
+    "linear.matmul": _linear(False),
+    "linear.matmul_f32": _linear(False),
+    "linear.grouped": _linear(True),
+    "activation.glu": _glu(),
+    "moe.route": _route(),
+    "moe.experts": _experts(),
+    **_residual(),
+    "sample.greedy": _greedy(),
+    **MIXER_CASES,
+}

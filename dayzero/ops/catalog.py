@@ -1,0 +1,196 @@
+"""Every operator variant there is, one line each, the references included. No torch: the planner reads this.
+
+``traits`` of a line: option -> values it supports. Among the values "int" and "float" stand for any such number; all
+others are meant literally. An option that a line does not name is one it does not have.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from dayzero.errors import UsageError
+
+Traits = Mapping[str, tuple[object, ...]]
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """contract: ``family.word``. variant: its name, ``reference`` for the body. target: ``any`` device, ``cpu``,
+    ``cuda``… needs: packages and features, e.g. ``triton>=3.5``. module: ``package.module:function``."""
+
+    contract: str
+    variant: str
+    target: str
+    needs: tuple[str, ...]
+    module: str
+    traits: Traits = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Catalog:
+    """Lines by (contract, variant), each once."""
+
+    lines: dict[tuple[str, str], Line] = field(default_factory=dict)
+
+    def add(self, line: Line) -> None:
+        """Raises UsageError when the variant exists already, or is a variant of nothing."""
+        key = (line.contract, line.variant)
+        if key in self.lines:
+            raise UsageError(f"operator {line.contract} has two variants named {line.variant!r}; rename one of them")
+        if line.variant != REFERENCE and (line.contract, REFERENCE) not in self.lines:
+            raise UsageError(
+                f"variant {line.variant!r} is of {line.contract!r}, which has no reference; add that first"
+            )
+        self.lines[key] = line
+
+    def copy(self) -> Catalog:
+        return Catalog(dict(self.lines))
+
+    def contracts(self) -> list[str]:
+        return sorted({contract for contract, _ in self.lines})
+
+    def lookup(self, contract: str) -> list[Line]:
+        """All variants of a contract, the reference first; empty when there is no such contract."""
+        found = [line for line in self.lines.values() if line.contract == contract]
+        return sorted(found, key=lambda line: line.variant != REFERENCE)
+
+    def nearest(self, contract: str) -> list[str]:
+        """Up to three contracts whose names are closest."""
+        return difflib.get_close_matches(contract, self.contracts(), n=3, cutoff=0.4)
+
+    def supports(self, contract: str, traits: Mapping[str, object]) -> tuple[bool, list[str]]:
+        """Whether some variant has all the traits; else what the best one lacks, one sentence an option.
+
+        Unknown contract: (False, [one sentence]). The planner's three-way list is: supported = reuse, contract known =
+        extend, contract unknown = build new.
+        """
+        lines = self.lookup(contract)
+        if not lines:
+            near = ", ".join(self.nearest(contract)) or "none"
+            return False, [f"there is no operator contract {contract!r} (nearest: {near})"]
+        missing = min((lacking(line, traits) for line in lines), key=len)
+        return not missing, missing
+
+
+def _matches(value: object, allowed: Iterable[object]) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool) and "int" in allowed:
+        return True
+    if isinstance(value, float) and "float" in allowed:
+        return True
+    # 1 == True and 0 == False in Python; a trait must match in type as well.
+    return any(type(value) is type(one) and value == one for one in allowed)
+
+
+def lacking(line: Line, traits: Mapping[str, object]) -> list[str]:
+    """What a line lacks for the traits, one sentence an option."""
+    missing = []
+    for option, value in sorted(traits.items()):
+        allowed = line.traits.get(option)
+        if allowed is None:
+            missing.append(f"{line.contract} ({line.variant}) has no option {option!r} (wanted {value!r})")
+        elif not _matches(value, allowed):
+            missing.append(f"{line.contract} ({line.variant}) has {option} of {list(allowed)}, not {value!r}")
+    return missing
+
+
+_DECAY: Traits = {"decay": ("channel", "head")}
+_DELTA: Traits = {**_DECAY, "grouped": (False, True)}
+_GLU_KINDS = ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ")
+_SPARSE: Traits = {
+    "sinks": (False, True), "softcap": (None, "float"), "value_width": ("same", "other"), "grouped": (False, True),
+}  # fmt: skip
+_CAUSAL: Traits = {"window": (None, "int"), **_SPARSE}
+_LATENT: Traits = {
+    "window": (None, "int"), "sinks": (False, True), "indexed": (False, True), "shared_key": (True, False),
+}  # fmt: skip
+_BIAS: Traits = {"bias": (False, True)}
+
+# contract -> (module:function below dayzero.ops, traits)
+_REFERENCES: Mapping[str, tuple[str, Traits]] = {
+    "norm.rms": (
+        "norm:rms", {"weight": (True, False), "offset": (False, True), "scale_in": ("f32", "dtype")},
+    ),
+    "norm.layer": ("norm:layer", {"weight": (True, False), "bias": (True, False)}),
+    "norm.rms_gated": ("norm:rms_gated", {"act": ("silu", "sigmoid")}),
+    "norm.l2": ("norm:l2", {}),
+    "rope.apply": (
+        "rope:apply",
+        {"style": ("half", "interleaved"), "part": ("first", "last"), "mrope": (False, True), "inverse": (False, True)},
+    ),
+    "linear.matmul": ("linear:matmul", _BIAS),
+    "linear.matmul_f32": ("linear:matmul_f32", _BIAS),
+    "linear.grouped": ("linear:grouped", {}),
+    "attention.causal": ("attention:causal", _CAUSAL),
+    "attention.sparse": ("attention:sparse", _SPARSE),
+    "attention.merge": ("attention:merge", {}),
+    "attention.gate": ("attention:gate", {"per": ("channel", "head")}),
+    "latent.absorb": ("latent:absorb", {}),
+    "latent.expand": ("latent:expand", {}),
+    "latent.attend_expanded": ("latent:attend_expanded", _LATENT),
+    "latent.attend_absorbed": ("latent:attend_absorbed", _LATENT),
+    "sparse_index.score": ("sparse_index:score", {}),
+    "sparse_index.top_k": (
+        "sparse_index:top_k",
+        {"order": ("position", "score"), "sinks": ("int",), "window": ("int",), "tail": ("int",)},
+    ),
+    "recurrence.gate_softplus": ("recurrence:gate_softplus", _DECAY),
+    "recurrence.gate_bounded": ("recurrence:gate_bounded", _DECAY),
+    "recurrence.delta": ("recurrence:delta_recurrent", _DELTA),
+    "recurrence.delta_chunked": ("recurrence:delta_chunked", _DELTA),
+    "conv.causal": ("conv:causal", {"act": ("silu", None), **_BIAS}),
+    "activation.glu": ("activation:glu", {"kind": _GLU_KINDS}),
+    "moe.route": (
+        "moe:route",
+        {
+            "score": ("sigmoid", "softmax", "softmax_topk"), "bias": (False, True), "groups": (False, True),
+            "renormalise": (False, True),
+        },
+    ),
+    "moe.experts": ("moe:experts", {"kind": _GLU_KINDS, "biases": (False, True), "activation": ("bf16",)}),
+    "residual.add": ("residual:add", {}),
+    "residual.attn_mix": ("residual:attn_mix", {}),
+    "residual.streams_enter": ("residual:streams_enter", {}),
+    "residual.streams_leave": ("residual:streams_leave", {}),
+    "residual.streams_close": ("residual:streams_close", {"collapse": ("sigmoid", "mean")}),
+    "sample.greedy": ("sample:greedy", {}),
+}  # fmt: skip
+
+_VARIANTS = (
+    Line("attention.causal", "tiled", "any", (), "dayzero.ops.attention:causal_tiled", _CAUSAL),
+    Line("attention.sparse", "gather", "any", (), "dayzero.ops.attention:sparse_gather", _SPARSE),
+    Line("linear.matmul", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul", _BIAS),
+    Line(
+        "attention.causal", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_causal",
+        {**_CAUSAL, "sinks": (False,), "softcap": (None,)},
+    ),
+    Line(
+        "moe.experts", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:moe_experts",
+        {"kind": _GLU_KINDS, "biases": (False, True), "activation": ("bf16",)},
+    ),
+)  # fmt: skip
+
+
+def builtin() -> Catalog:
+    """A fresh catalog of the variants that ship with this package."""
+    catalog = Catalog()
+    for contract, (place, traits) in _REFERENCES.items():
+        catalog.add(Line(contract, REFERENCE, "any", (), f"dayzero.ops.{place}", traits))
+    for line in _VARIANTS:
+        catalog.add(line)
+    return catalog
+
+
+CATALOG = builtin()
+
+
+def lookup(contract: str) -> list[Line]:
+    """``Catalog.lookup`` in the built-in catalog."""
+    return CATALOG.lookup(contract)
+
+
+def supports(contract: str, traits: Mapping[str, object]) -> tuple[bool, list[str]]:
+    """``Catalog.supports`` in the built-in catalog."""
+    return CATALOG.supports(contract, traits)

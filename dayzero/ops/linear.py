@@ -1,0 +1,39 @@
+"""Matrix products. Accumulated in f64 and rounded once, so that a row's result does not depend on its neighbours.
+
+T tokens, K input width, N output width, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dayzero.ops.bounds import MATMUL, MATMUL_F32
+from dayzero.ops.contract import contract
+
+_ROWS_AT_ONCE = 8192  # bounds the f64 copy of a vocabulary-sized weight
+
+
+def product_f64(x_TK: Tensor, w_NK: Tensor) -> Tensor:
+    """x @ w^T [T, N] in f64."""
+    return torch.cat([x_TK.double() @ w.double().T for w in w_NK.split(_ROWS_AT_ONCE)], dim=-1)
+
+
+@contract("linear.matmul", bound=MATMUL, traits={"bias": (False, True)})
+def matmul(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x @ w^T + bias, in x's dtype [..., N]. The bias is added before the one rounding."""
+    y_TN = product_f64(x_TK, w_NK)
+    return (y_TN if bias_N is None else y_TN + bias_N.double()).to(x_TK.dtype)
+
+
+@contract("linear.matmul_f32", bound=MATMUL_F32, traits={"bias": (False, True)})
+def matmul_f32(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x @ w^T + bias [..., N] in f32, whatever the operands are stored in: router logits, index weights, f32 heads."""
+    y_TN = product_f64(x_TK, w_NK)
+    return (y_TN if bias_N is None else y_TN + bias_N.double()).float()
+
+
+@contract("linear.grouped", bound=MATMUL)
+def grouped(x_TGK: Tensor, w_GNK: Tensor) -> Tensor:
+    """Block-diagonal product: group g of x times w[g]^T -> [T, G, N] in x's dtype."""
+    return torch.einsum("tgk,gnk->tgn", x_TGK.double(), w_GNK.double()).to(x_TGK.dtype)

@@ -1,0 +1,107 @@
+"""Mixture of experts: which experts a token goes to, and what they make of it.
+
+T tokens, E experts, N chosen experts a token, D model width, I intermediate width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dayzero.ops.activation import KINDS, glu
+from dayzero.ops.bounds import ELEMENTWISE, EXPERTS
+from dayzero.ops.contract import contract
+from dayzero.ops.linear import matmul
+
+SCORES = ("sigmoid", "softmax", "softmax_topk")
+
+
+def _softmax(values: Tensor) -> Tensor:
+    return torch.softmax(values, dim=-1)
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest along the last dimension, best first, the lower index on ties."""
+    return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+@contract(
+    "moe.route",
+    bound=ELEMENTWISE,
+    traits={"score": SCORES, "bias": (False, True), "groups": (False, True), "renormalise": (False, True)},
+)
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    score: str,
+    bias_E: Tensor | None = None,
+    groups: tuple[int, int] = (1, 1),
+    renormalise: bool = True,
+    scale: float = 1.0,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(ids [T, N] int64, best first; weights [T, N] f32). logits and bias must be f32.
+
+    score ``sigmoid`` or ``softmax`` (over all experts): choose by score + bias, weigh by the score without the bias.
+    ``softmax_topk`` (gpt-oss): choose by logit, weigh by a softmax over the chosen; renormalise does not apply.
+    groups = (number of groups, groups kept): a group's score is the sum of its two best biased scores; experts of
+    other groups are -inf. renormalise: weights / (sum + eps), then times scale. Ties go to the lower id.
+    """
+    dtypes = {x.dtype for x in (logits_TE, bias_E) if x is not None}
+    if score not in SCORES or dtypes != {torch.float32}:
+        raise ValueError(f"routing needs f32 logits and bias and a score of {SCORES}, not {score!r}, {dtypes}")
+    if score == "softmax_topk":
+        scores = logits_TE
+    else:
+        squash = torch.sigmoid if score == "sigmoid" else _softmax
+        scores = squash(logits_TE.double()).float()
+    by_choice = scores if bias_E is None else scores + bias_E
+    num_groups, kept_groups = groups
+    if num_groups > 1:
+        grouped = by_choice.unflatten(-1, (num_groups, -1))
+        strength = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
+        keep = torch.zeros_like(strength, dtype=torch.bool).scatter(-1, _best(strength, kept_groups), True)
+        by_choice = grouped.masked_fill(~keep[..., None], float("-inf")).flatten(-2)
+    ids_TN = _best(by_choice, top_k)
+    weights_TN = scores.gather(-1, ids_TN)
+    if score == "softmax_topk":
+        weights_TN = _softmax(weights_TN.double()).float()
+    elif renormalise:
+        weights_TN = weights_TN / (weights_TN.sum(-1, keepdim=True) + eps)
+    return ids_TN, weights_TN * scale
+
+
+@contract("moe.experts", bound=EXPERTS, traits={"kind": KINDS, "biases": (False, True), "activation": ("bf16",)})
+def experts(
+    x_TD: Tensor,
+    ids_TN: Tensor,
+    weights_TN: Tensor,
+    gate_EID: Tensor,
+    up_EID: Tensor,
+    down_EDI: Tensor,
+    activation: Mapping[str, Any],
+    biases: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """sum over the chosen experts of weight * down(glu(gate x, up x)) -> [T, D] in x's dtype.
+
+    activation: keyword arguments of ``activation.glu``, e.g. {"kind": "silu"}. biases: (gate [E, I], up [E, I],
+    down [E, D]). Each projection is rounded to x's dtype; the weight is applied after down; the sum runs in f32 in
+    ascending expert id. An id of -1 is no expert.
+    """
+    sum_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+    for expert in ids_TN.unique().tolist():
+        if expert < 0:
+            continue
+        chosen_TN = ids_TN == expert
+        rows = chosen_TN.any(-1).nonzero()[:, 0]
+        weight_R1 = torch.where(chosen_TN, weights_TN.float(), 0.0).sum(-1, keepdim=True)[rows]
+        b_gate, b_up, b_down = (b[expert] for b in biases) if biases is not None else (None, None, None)
+        gate = matmul.body(x_TD[rows], gate_EID[expert], b_gate)
+        up = matmul.body(x_TD[rows], up_EID[expert], b_up)
+        out = matmul.body(glu.body(gate, up, **activation), down_EDI[expert], b_down)
+        sum_TD[rows] += weight_R1 * out.float()
+    return sum_TD.to(x_TD.dtype)

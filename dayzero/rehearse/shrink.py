@@ -1,0 +1,99 @@
+"""Making a config small without losing a trait.
+
+A twin keeps the layer pattern, the formats and every ratio that decides which code runs (top-k below length, window
+below length, fewer KV heads than ranks); only sizes shrink. A recipe says how (``TWIN``); for a recipe that does not,
+the usual size keys are cut by the table here. ``lost_traits`` proves afterwards that nothing was lost.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dayzero.arch.spec import ModelSpec
+from dayzero.errors import ModelError, UsageError
+
+# Sizes for configs whose recipe names none. Keys that are absent stay absent.
+USUAL = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "num_experts": 8, "n_routed_experts": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "index_topk": 8, "index_n_heads": 8, "index_head_dim": 16,
+    "sliding_window": 8, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+Overrides = Mapping[str, Any]
+Twin = Overrides | Callable[[Mapping[str, Any]], Overrides]
+
+
+def shrink(config: Mapping[str, Any], twin: Twin, *, keep_vocab: bool, changes: Overrides) -> dict[str, Any]:
+    """A small copy of ``config``. twin: the recipe's sizes by key, or a function that computes them from the config.
+
+    A plain key applies wherever the config has it, at the root and in text_config; a dotted one to that place alone.
+    keep_vocab: leave vocab_size (the tokenizer is copied). changes: the caller's own, applied last.
+    """
+    out: dict[str, Any] = copy.deepcopy(dict(config))
+    sizes = twin(config) if callable(twin) else twin
+    for key, value in (sizes or USUAL).items():
+        if keep_vocab and key.rsplit(".", 1)[-1] in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id"):
+            continue
+        _put(out, key, value, create=bool(sizes))
+    for key, value in changes.items():
+        if not _put(out, key, value, create=False):
+            raise UsageError(f"--set {key}: the twin's config has no such key.")
+    return out
+
+
+def _put(config: dict[str, Any], key: str, value: Any, *, create: bool) -> bool:
+    parts = key.split(".")
+    if len(parts) > 1:
+        inner: Any = config
+        for part in parts[:-1]:
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or (parts[-1] not in inner and not create):
+            return False
+        inner[parts[-1]] = value
+        return True
+    text = config.get("text_config")
+    places = [c for c in (config, text) if isinstance(c, dict) and key in c]
+    if not places and create:
+        places = [text if isinstance(text, dict) else config]
+    for place in places:
+        place[key] = value
+    return bool(places)
+
+
+def traits_of(spec: ModelSpec) -> set[tuple[str, tuple[tuple[str, object], ...]]]:
+    """Which operator contracts a model uses, with which options: what a twin has to keep."""
+    return {(use.contract, use.traits) for use in spec.contracts()}
+
+
+def lost_traits(real: ModelSpec, twin: ModelSpec) -> list[str]:
+    """Sentences on what the twin lost; empty when it is a faithful one."""
+    out = [f"{name} {dict(options)}" for name, options in sorted(traits_of(real) - traits_of(twin), key=repr)]
+    for what, get in (("cache record", _records), ("layer kind", _kinds)):
+        out += [f"{what} {k}" for k in sorted(get(real) - get(twin))]
+    if real.tie.tied != twin.tie.tied:
+        out.append("tied head")
+    if (real.vision is None) != (twin.vision is None):
+        out.append("vision tower")
+    return out
+
+
+def _records(spec: ModelSpec) -> set[str]:
+    return {f"{need.record} {need.unit}" for need in spec.cache()}
+
+
+def _kinds(spec: ModelSpec) -> set[str]:
+    return {f"{layer.mixer.kind} + {layer.channel.kind} + {layer.residual.kind}" for layer in spec.layers}
+
+
+def refuse_lost(real: ModelSpec, twin: ModelSpec) -> None:
+    """ModelError when the twin would prove less than the model needs."""
+    lost = lost_traits(real, twin)
+    if lost:
+        raise ModelError(
+            f"a twin of this size loses {len(lost)} traits of the model ({'; '.join(lost[:6])}); "
+            "keep them in the recipe's TWIN or with --set."
+        )

@@ -1,0 +1,273 @@
+"""A twin: a small seeded checkpoint with the real tensor names, formats and every trait of the real config.
+
+It needs the config alone, so a port can be proven before the weights are out. The paper twin has the full size and no
+weights: headers over sparse files, so that a release of terabytes can be rehearsed on a laptop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dayzero
+from dayzero.arch.cost import total_params
+from dayzero.arch.raw import Raw
+from dayzero.arch.spec import ModelSpec
+from dayzero.checkpoint.coverage import expected_parts
+from dayzero.checkpoint.quant_config import QuantTable, find_quant_config, resolve
+from dayzero.checkpoint.rules import Expansion, Group, expand
+from dayzero.checkpoint.source import Source, open_source
+from dayzero.checkpoint.write import ShardTensor, split_shards, write_index, write_shard, write_sparse_shard
+from dayzero.decl import BF16, FORMATS, Format
+from dayzero.errors import ConfigError, ModelError, UsageError
+from dayzero.models.recipe import Recipe
+from dayzero.models.registry import find
+from dayzero.rehearse.shrink import refuse_lost, shrink
+from dayzero.rehearse.stand_in import FILES, write_stand_in
+
+MARK = "dayzero_twin.json"
+SHARD_BYTES = 16_400_000_000  # a paper twin's shards are about as large as the ones publishers upload
+TWIN_SHARD_BYTES = 512 << 20
+PLAIN = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "auto": "bf16"}
+
+ProgressFactory = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TwinOptions:
+    """seed of the weights; recipe by path; paper: full size, no data; changes: further config keys; num_shards."""
+
+    seed: int = 0
+    recipe: str | None = None
+    paper: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    num_shards: int | None = None
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What was written. traits: contracts with options that the real model uses and the twin keeps."""
+
+    out: str
+    family: str
+    paper: bool
+    num_tensors: int
+    num_shards: int
+    total_bytes: int
+    parameters: int
+    config: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        keys = ("out", "family", "paper", "num_tensors", "num_shards", "total_bytes", "parameters")
+        return {key: getattr(self, key) for key in keys}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything a twin follows from: its config, spec, the tensors it must hold and how they are stored."""
+
+    config: dict[str, Any]
+    spec: ModelSpec
+    expansion: Expansion
+    quant: QuantTable
+    plain: Format
+
+
+def read_config(source: Source) -> dict[str, Any]:
+    """config.json of a source as a dict; ConfigError in one sentence when it is not one."""
+    try:
+        config = json.loads(source.text("config.json"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"config.json of {source.name} is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"config.json of {source.name} must hold an object, not {type(config).__name__}.")
+    return config
+
+
+def blueprint(config: dict[str, Any], recipe: Recipe) -> Blueprint:
+    """Spec, expected tensors and formats of ``config``. ModelError when the recipe leaves a parameter without a rule."""
+    spec = recipe.make_spec(Raw(config))
+    expansion = expand(spec.params(), recipe.make_rules(spec))
+    if expansion.without_rule or expansion.filled_twice:
+        names = (expansion.without_rule + expansion.filled_twice)[:6]
+        raise ModelError(f"recipe {recipe.origin} fills these parameters never or twice: {', '.join(names)}.")
+    where, claim = find_quant_config(config) or ("quantization_config", None)
+    dtype = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    return Blueprint(config, spec, expansion, resolve(claim, where), FORMATS[PLAIN.get(str(dtype), "bf16")])
+
+
+def write_twin(
+    source: str, out: str, options: TwinOptions = TwinOptions(), progress: ProgressFactory | None = None
+) -> Twin:
+    """Write a twin of ``source`` (a checkpoint or a config.json) into the new folder ``out``.
+
+    Errors: UsageError when out exists; ModelError when no recipe covers the config or a trait would be lost.
+    Nothing is left behind on failure: the folder appears under its name only when complete.
+    """
+    target = Path(out)
+    if target.exists():
+        raise UsageError(f"{out} exists already; give a new folder, a twin never overwrites one.")
+    opened = open_source(source)
+    config = read_config(opened)
+    recipe = _recipe(config, options.recipe)
+    small = _twin_config(config, opened, recipe, options)
+    plan = blueprint(small, recipe)
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        made = _write_all(partial, opened, plan, recipe, options, progress)
+        os.replace(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Twin(out, recipe.name, options.paper, *made, total_params(plan.spec), small)
+
+
+def _recipe(config: dict[str, Any], given: str | None) -> Recipe:
+    match = find(config, given)
+    if match.recipe is None:
+        raise ModelError(f"{match.why}; write a recipe (docs/new-model.md) and pass it with --recipe.")
+    return match.recipe
+
+
+def _twin_config(config: dict[str, Any], source: Source, recipe: Recipe, options: TwinOptions) -> dict[str, Any]:
+    if options.paper:
+        return shrink(config, lambda _: {"": None}, keep_vocab=True, changes=options.changes) if options.changes else config
+    keep_vocab = not source.config_only and source.exists("tokenizer.json")
+    small = shrink(config, recipe.twin, keep_vocab=keep_vocab, changes=options.changes)
+    refuse_lost(recipe.make_spec(Raw(config)), recipe.make_spec(Raw(small)))
+    return small
+
+
+def _write_all(
+    folder: Path, source: Source, plan: Blueprint, recipe: Recipe, options: TwinOptions, progress: ProgressFactory | None
+) -> tuple[int, int, int]:
+    _write_json(folder / "config.json", plan.config)
+    _copy_or_make_tokenizer(folder, source, plan)
+    stops = list(plan.spec.stop_ids)
+    _write_json(folder / "generation_config.json", {"eos_token_id": stops} if stops else {})
+    made = _write_weights(folder, plan, options, progress)
+    mark = {
+        "dayzero": dayzero.__version__,
+        "of": recipe.name,
+        "paper": options.paper,
+        "seed": options.seed,
+        "changes": dict(options.changes),
+        "parameters": total_params(plan.spec),
+    }
+    _write_json(folder / MARK, mark)
+    return made
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _copy_or_make_tokenizer(folder: Path, source: Source, plan: Blueprint) -> None:
+    present = [] if source.config_only else [f for f in FILES if source.exists(f)]
+    if "tokenizer.json" in present or (present and plan.spec.vocab > 4096):
+        for file in present:
+            (folder / file).write_bytes(source.read(file, 0, source.size(file)))
+    elif plan.spec.vocab >= 260:
+        write_stand_in(folder, plan.spec.vocab, plan.spec.stop_ids)
+
+
+def _write_weights(
+    folder: Path, plan: Blueprint, options: TwinOptions, progress: ProgressFactory | None
+) -> tuple[int, int, int]:
+    tensors = [
+        ShardTensor(part.name, part.dtype[0], shape)
+        for _, part, shape in expected_parts(plan.expansion, plan.quant, plan.plain)
+        if not part.optional
+    ]
+    total = sum(t.num_bytes for t in tensors)
+    size = SHARD_BYTES if options.paper else TWIN_SHARD_BYTES
+    wanted = options.num_shards or max(-(-total // size), 1 if options.paper or len(tensors) < 24 else 3)
+    shards = split_shards(tensors, min(wanted, len(tensors)), total)
+    named = [(_shard_name(i, len(shards)), shard) for i, shard in enumerate(shards)]
+    draw = None if options.paper else _Values(plan, options.seed)
+    bar = progress("writing the paper twin" if options.paper else "writing the twin", total, "B") if progress else None
+    with bar if bar is not None else _NoBar() as shown:
+        for file, shard in named:
+            if draw is None:
+                write_sparse_shard(folder / file, shard)
+            else:
+                write_shard(folder / file, shard, draw.data)
+            shown.advance(sum(t.num_bytes for t in shard))
+    if len(named) > 1:
+        write_index(folder, named, "model.safetensors.index.json")
+    return len(tensors), len(named), total
+
+
+def _shard_name(number: int, num_shards: int) -> str:
+    if num_shards == 1:
+        return "model.safetensors"
+    return f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
+
+
+class _NoBar:
+    def __enter__(self) -> _NoBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def advance(self, count: float = 1) -> None:
+        pass
+
+
+class _Values:
+    """Bytes of each physical tensor, made when its shard is written. Keeps the parts of one logical tensor at a time."""
+
+    def __init__(self, plan: Blueprint, seed: int) -> None:
+        self._seed = seed
+        self._of_part = {
+            part.name: (logical, part.role)
+            for logical, part, _ in expected_parts(plan.expansion, plan.quant, plan.plain)
+            if not part.optional
+        }
+        self._groups = {name: group for group in plan.expansion.groups for name in group.names()}
+        self._plan = plan
+        self._made: tuple[str, dict[str, Any]] = ("", {})
+
+    def data(self, tensor: ShardTensor) -> memoryview:
+        """Little-endian bytes of ``tensor``, as its header entry says."""
+        import torch
+
+        logical, role = self._of_part[tensor.name]
+        if self._made[0] != logical:
+            self._made = (logical, self._make(logical, self._groups[logical]))
+        value = self._made[1][role].contiguous()
+        assert value.numel() * value.element_size() == tensor.num_bytes, tensor
+        return memoryview(value.reshape(-1).view(torch.uint8).numpy())
+
+    def _make(self, logical: str, group: Group) -> dict[str, Any]:
+        from dayzero.checkpoint.dequant import quantize
+        from dayzero.rehearse.values import logical_values
+
+        values = logical_values(group, logical, self._seed)
+        fmt = self._format(logical, group)
+        if not fmt.quantized:
+            values = values.reshape(group.plain_shapes[0]) if not _transposed(group) else values.transpose(-1, -2)
+        return quantize(fmt, values)
+
+    def _format(self, logical: str, group: Group) -> Format:
+        from dayzero.checkpoint.coverage import stored_format
+
+        return stored_format(group, logical, self._plan.expansion, self._plan.quant, self._plan.plain or BF16)
+
+
+def _transposed(group: Group) -> bool:
+    return bool(getattr(group.rule, "transpose_plain", False))
+
+
+def tensors_of(plan: Blueprint) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name, element code, shape) of every tensor a complete checkpoint holds."""
+    for _, part, shape in expected_parts(plan.expansion, plan.quant, plan.plain):
+        if not part.optional:
+            yield part.name, part.dtype[0], shape
