@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
 
 import typer
 
 from dayzero import __version__
 from dayzero.commands import align, demo, inspect, plan, twin
-from dayzero.commands.frame import EXIT_INTERRUPTED, register
+from dayzero.commands.frame import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, leave_stdout, register
 from dayzero.console import Console
-from dayzero.errors import UsageError
+from dayzero.errors import MachineError, UsageError
 
 # typer brings a click of its own; its usage errors are reached through the one name that typer publishes.
 _CALL_ERRORS: tuple[type[Exception], ...] = tuple(
@@ -46,17 +50,55 @@ def build_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(root)
     register(app, "demo", demo.DemoOptions, demo.run)
     register(app, "inspect", inspect.InspectOptions, inspect.run)
-    register(app, "plan", plan.PlanOptions, plan.run)
-    register(app, "twin", twin.TwinOptions, twin.run)
+    register(app, "plan", plan.PlanArguments, plan.run)
+    register(app, "twin", twin.TwinArguments, twin.run)
     register(app, "align", align.AlignArguments, align.run)
     return app
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as an exception does: its temporary files and its children go with it."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)  # a second one must not cut the cleaning up short
+        raise SystemExit(128 + number)
+
+    here = threading.current_thread() is threading.main_thread()  # only there handlers can be set
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if here and hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    # A parent that ignores a signal (nohup) wants it ignored here too.
+    before = {number: handler for number, handler in before.items() if handler is signal.SIG_DFL}
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _open_streams() -> None:
+    """Give a closed stdout or stderr a place to write to, and let no character that the terminal lacks stop a run.
+
+    Names come from downloads and from file systems: any of them may hold what a C locale, or UTF-8, cannot spell.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - lives as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see commands/frame). ``arguments`` default to the process's own."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _open_streams()
     try:
-        code = build_app()(given, prog_name="dayzero", standalone_mode=False)
+        with _ended_by_signals():
+            code = build_app()(given, prog_name="dayzero", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except _CALL_ERRORS as error:
@@ -66,10 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone. Point stdout elsewhere, or the interpreter complains again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UsageError.exit_code
+    except BrokenPipeError:  # the reader has gone
+        leave_stdout()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:  # the output could not be written, and so neither what guarded() had to say about it
+        leave_stdout()
+        sys.stderr.write(f"error: the output cannot be written: {error.strerror or error}\n")
+        return MachineError.exit_code
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 SHOW_AFTER_SECONDS = 2.0
 PIPED_INTERVAL_SECONDS = 10.0
 NUM_EVIDENCE_SHOWN = 8
-PIPED_WIDTH = 160
+MOST_OF_A_KIND = 3
+PIPED_WIDTH = 120
+_WRAP = textwrap.TextWrapper(PIPED_WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 STYLES: Mapping[str, str] = {"pass": "green", "note": "yellow", "fail": "bold red"}
 
 
@@ -37,16 +40,24 @@ class Bar(Protocol):
     def advance(self, count: float = 1) -> None:
         """``count`` more units are done."""
 
+    def reach(self, done: float, total: float | None = None) -> None:
+        """``done`` units are done in all, of ``total`` where that is known only now: for callbacks that report both."""
+
     def note(self, text: str) -> None:
         """What is being worked on now, e.g. a file name; shown behind the bar."""
 
 
-ProgressFactory = Callable[[str, float | None, str], AbstractContextManager[Bar]]
-"""(label, total units or None when unknown, unit: ``B`` for bytes or a plural noun) -> context with a Bar."""
+class ProgressFactory(Protocol):
+    """Makes a context with a Bar. total: units, None when unknown; unit: ``B`` for bytes or a plural noun."""
+
+    def __call__(self, label: str, total: float | None = None, unit: str = "", /) -> AbstractContextManager[Bar]: ...
 
 
 class _NoBar:
     def advance(self, count: float = 1) -> None:
+        pass
+
+    def reach(self, done: float, total: float | None = None) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -79,7 +90,7 @@ def duration_text(seconds: float) -> str:
 class Progress:
     """A bar with an ETA on ``stream`` once the work has taken more than two seconds.
 
-    On a terminal the line is redrawn four times a second; elsewhere one line is written every ten seconds. The line is
+    On a terminal the line is redrawn four times a second; elsewhere a line is written then and every ten seconds. It is
     drawn by a thread, so work that does not call ``advance`` for long still shows that it is alive.
     """
 
@@ -94,6 +105,10 @@ class Progress:
 
     def advance(self, count: float = 1) -> None:
         self._done += count
+
+    def reach(self, done: float, total: float | None = None) -> None:
+        self._done = done
+        self._total = total if total is not None else self._total
 
     def note(self, text: str) -> None:
         self._note = clean(text)
@@ -116,8 +131,10 @@ class Progress:
             parts.append(f"[{'#' * filled}{'.' * (20 - filled)}] {share:4.0%} {self._amount()}")
             if share > 0:
                 parts.append(f"ETA {duration_text(elapsed_seconds * (1 - share) / share)}")
-        else:
+        elif self._unit:
             parts.append(f"{self._amount()} in {duration_text(elapsed_seconds)}")
+        else:
+            parts.append(duration_text(elapsed_seconds))
         return "  ".join([*parts, self._note] if self._note else parts)
 
     def _amount(self) -> str:
@@ -128,7 +145,7 @@ class Progress:
         return f"{done} of {self._total:.0f} {self._unit}".rstrip() if self._total else f"{done} {self._unit}".rstrip()
 
     def _run(self) -> None:
-        if self._stop.wait(SHOW_AFTER_SECONDS if self._terminal else PIPED_INTERVAL_SECONDS):
+        if self._stop.wait(SHOW_AFTER_SECONDS):
             return
         while True:
             line = self.text(time.monotonic() - self._began)
@@ -199,8 +216,12 @@ class Console:
         if self._made is None:
             from rich.console import Console as RichConsole
 
+            class Strict(RichConsole):
+                def on_broken_pipe(self) -> None:
+                    raise  # rich would exit with 1, which is a verdict here
+
             width = None if self._stdout.isatty() else PIPED_WIDTH
-            self._made = RichConsole(file=self._stdout, width=width, highlight=False, markup=False, emoji=False)
+            self._made = Strict(file=self._stdout, width=width, highlight=False, markup=False, emoji=False)
         return self._made
 
     def _print(self, *pieces: tuple[str, str]) -> None:
@@ -217,6 +238,18 @@ class Console:
         if not (self.quiet or self.json_mode):
             self._print((text, style))
 
+    def headline(self, verdict: Verdict, text: str, findings: Iterable[Finding]) -> None:
+        """The first line of a report: the verdict, what it is about, how many findings fail and are notes."""
+        if self.quiet or self.json_mode:
+            return
+        listed = list(findings)
+        counts = ", ".join(f"{sum(f.verdict == v for f in listed)} {v}" for v in ("fail", "note"))
+        self._print((f"{verdict}: {text} ({counts})", STYLES[verdict]))
+
+    def words(self, label: str, words: Iterable[str]) -> None:
+        """``label: a, b, c`` for a person, wrapped between words and set in below the first line."""
+        self.line("\n".join(_WRAP.wrap(f"{label}: {', '.join(words)}")))
+
     def result(self, text: str) -> None:
         """A line the caller asked for by name, printed as it is even when quiet; nothing with ``json_mode``."""
         if not self.json_mode:
@@ -229,7 +262,7 @@ class Console:
             self._stdout.flush()
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """A table; columns whose cells are all numbers are set flush right."""
+        """A table; columns whose cells are all numbers are set flush right. Without column names it has no head."""
         if self.quiet or self.json_mode:
             return
         from rich.table import Table
@@ -242,13 +275,17 @@ class Console:
             title_style="bold",
             box=None,
             pad_edge=False,
+            show_header=any(columns),
         )
         for index, column in enumerate(columns):
             numeric = bool(cells) and all(row[index][:1].isdigit() for row in cells)
             table.add_column(Text(clean(column)), justify="right" if numeric else "left", overflow="fold")
         for row in cells:
             table.add_row(*(Text(cell) for cell in row))
-        self._rich.print(table)
+        with self._rich.capture() as capture:
+            self._rich.print(table)
+        # rich fills every line up to the table's width
+        self._stdout.write("\n".join(line.rstrip(" ") for line in capture.get().split("\n")))
 
     def progress(self, label: str, total: float | None = None, unit: str = "") -> AbstractContextManager[Bar]:
         """A ProgressFactory: context that shows how far the work is, on stderr. Nothing when quiet."""
@@ -261,7 +298,10 @@ class Console:
             self._stdout.flush()
 
     def findings(self, findings: Iterable[Finding], verdict: Verdict) -> None:
-        """Findings grouped by layer, worst first, then the verdict. A pass is one line; quiet shows fails only."""
+        """Findings grouped by layer, worst first, then the verdict. A pass is one line; quiet shows fails only.
+
+        Of many findings of one kind the first three stand for all, unless every name was asked for.
+        """
         if self.json_mode:
             return
         listed = list(findings)
@@ -271,10 +311,22 @@ class Console:
             shown = [f for f in group if f.verdict == "fail" or not self.quiet]
             if shown:
                 self._print((layer, "bold"))
-            for finding in shown:
+            for finding in self._few_of_each_kind(shown):
                 self._finding(finding)
         counts = ", ".join(f"{sum(f.verdict == v for f in listed)} {v}" for v in order)
         self._print((f"verdict: {verdict}", STYLES[verdict]), (f" ({counts})", ""))
+
+    def _few_of_each_kind(self, findings: Sequence[Finding]) -> Iterator[Finding]:
+        of_kind: dict[tuple[str, str], list[Finding]] = {}
+        for finding in findings:
+            of_kind.setdefault((finding.verdict, finding.kind), []).append(finding)
+        for same in of_kind.values():
+            rest = [] if self.show_all or len(same) <= MOST_OF_A_KIND + 1 else same[MOST_OF_A_KIND:]
+            yield from same[: len(same) - len(rest)]
+            if rest:
+                claim = f"{len(rest)} more findings like the last ones ({rest[0].kind}); --all shows them"
+                names = tuple(dict.fromkeys(name for finding in rest for name in finding.evidence))
+                yield replace(rest[0], claim=claim, measured=None, bound=None, evidence=names, remedy="")
 
     def _finding(self, finding: Finding) -> None:
         self._print(("  ", ""), (f"{finding.verdict:<4}", STYLES[finding.verdict]), (f"  {finding.claim}", ""))

@@ -6,6 +6,7 @@ Nothing here imports torch; nothing here knows a model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 Axis = Literal["tp", "ep", "pp", "cp", "dp"]
@@ -94,10 +95,7 @@ class ParamDecl:
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +123,7 @@ class CacheNeed:
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,19 +140,20 @@ def _watch(child: subprocess.Popen[bytes], folder: Path, advance: Any) -> None:
     seen = 0
     while child.poll() is None:
         time.sleep(0.2)
-        size = _size_bytes(folder)
+        size = _largest_bytes(folder)
         advance(max(0, size - seen))
         seen = max(seen, size)
 
 
-def _size_bytes(folder: Path) -> int:
-    total = 0
+def _largest_bytes(folder: Path) -> int:
+    """Size of the largest file below: pip keeps a second copy for a while, so a sum would count the wheel twice."""
+    largest = 0
     for path in folder.rglob("*"):
         try:
-            total += path.stat().st_size
+            largest = max(largest, path.stat().st_size)
         except FileNotFoundError:  # pip has just renamed it
             continue
-    return total
+    return largest
 
 
 def _unpack(wheel: Path, scratch: Path) -> Path:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 from dayzero.errors import UsageError
+from dayzero.extensions import HARDWARE as GROUP
+from dayzero.extensions import ask_point, load_point, points_of, refuse_twice, said_of
 
 GB, TB, TFLOPS = 10**9, 10**12, 10**12
+MAX_RATE = 1e24  # bytes or operations; beyond, a figure is a slip of the pen (or infinite) and no device
+MAX_DEVICES = 1024  # for one copy of a model's layouts; more replicas are planned as one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ HARDWARE: Mapping[str, Hardware] = {
     )
 }  # fmt: skip
 
-_COUNTED = re.compile(r"(?P<name>.+?)(?:x(?P<count>\d+))?")
+_COUNTED = re.compile(r"(?P<name>.+?)(?:x(?P<count>\d{1,9}))?")
 
 
 def parse_hardware(text: str, known: Mapping[str, Hardware] = HARDWARE) -> tuple[Hardware, int]:
@@ -80,13 +85,37 @@ def parse_hardware(text: str, known: Mapping[str, Hardware] = HARDWARE) -> tuple
         return known[text], 1
     found = _COUNTED.fullmatch(text.strip())
     name, count = (found["name"], int(found["count"] or 1)) if found else (text, 1)
-    if count < 1:
-        raise UsageError(f"--hardware {text}: the number of devices must be at least 1.")
+    if not 1 <= count <= MAX_DEVICES:
+        raise UsageError(f"--hardware {text}: the number of devices must be from 1 to {MAX_DEVICES}.")
     if name in known:
         return known[name], count
     if name.endswith(".toml"):
         return load_hardware(Path(name)), count
-    raise UsageError(f"--hardware {text}: {name} is not known; known are {', '.join(sorted(known))}, or give a .toml file.")
+    raise UsageError(
+        f"--hardware {text}: {name} is not known; known are {', '.join(sorted(known))}, here, or a .toml file."
+    )
+
+
+def load_hardware_entry_points(found: Iterable[EntryPoint] | None = None) -> dict[str, Hardware]:
+    """Every record by name: the ones above, and those of installed packages (entry points ``dayzero.hardware``).
+
+    An entry point is a ``Hardware``, a function without arguments that returns one, or a module with ``HARDWARE`` of
+    either kind. Pass the result to ``parse_hardware``; nothing global changes. UsageError, naming the package, when one
+    does not load, is no record, or has a name that is taken.
+    """
+    points = points_of(GROUP) if found is None else tuple(found)
+    records = [_record_of(point) for point in points]
+    refuse_twice(points, (record.name for record in records), HARDWARE, "the accelerator")
+    return {**HARDWARE, **{record.name: record for record in records}}
+
+
+def _record_of(point: EntryPoint) -> Hardware:
+    target = load_point(point)
+    target = getattr(target, "HARDWARE", target)
+    made = ask_point(point, target) if callable(target) else target
+    if not isinstance(made, Hardware):
+        raise UsageError(f"{said_of(point)} gives no Hardware record, but {type(made).__name__}.")
+    return made
 
 
 def load_hardware(path: Path) -> Hardware:
@@ -95,8 +124,8 @@ def load_hardware(path: Path) -> Hardware:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UsageError(f"--hardware {path}: there is no such file.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hardware {path} is not TOML: {error}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise UsageError(f"--hardware {path} is not TOML: {str(error)[:200]}.") from error
     return hardware_from(data, str(path), default_name=path.stem)
 
 
@@ -108,12 +137,28 @@ def hardware_from(data: Mapping[str, Any], where: str, *, default_name: str) -> 
         raise UsageError(f"{where}: unknown field {extra[0]}; a device has {', '.join(sorted(known))}.")
     values = {"name": default_name, **data}
     for key in ("memory_bytes", "bandwidth", "link"):
-        if not isinstance(values.get(key), (int, float)) or isinstance(values[key], bool) or values[key] <= 0:
+        if not _is_rate(values.get(key)):
             raise UsageError(f"{where}: {key} must be a positive number (bytes, bytes/s), but is {values.get(key)!r}.")
     rates = values.get("flops")
-    if not isinstance(rates, Mapping) or not isinstance(rates.get("bf16"), (int, float)):
+    if not isinstance(rates, Mapping) or "bf16" not in rates:
         raise UsageError(f"{where}: [flops] must give at least bf16 = FLOP/s.")
+    for element, rate in rates.items():
+        if not _is_rate(rate):
+            raise UsageError(f"{where}: flops.{element} must be a positive number (FLOP/s), but is {rate!r}.")
+    for key, least in (("node", 1), ("reserved_bytes", 0)):
+        if key in values and (type(values[key]) is not int or values[key] < least):
+            raise UsageError(f"{where}: {key} must be a whole number >= {least}, but is {values[key]!r}.")
+    for key in ("name", "target"):
+        if not isinstance(values.get(key, ""), str):
+            raise UsageError(f"{where}: {key} must be a text, but is {values[key]!r}.")
+    features = values.get("features", ())
+    if not isinstance(features, Iterable) or isinstance(features, str) or not all(isinstance(f, str) for f in features):
+        raise UsageError(f"{where}: features must be a list of words, but is {features!r}.")
     values["flops"] = {str(k): float(v) for k, v in rates.items()}
-    values["features"] = frozenset(values.get("features", ()))
+    values["features"] = frozenset(features)
     values["memory_bytes"] = int(values["memory_bytes"])
     return Hardware(**values)
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < MAX_RATE

@@ -25,6 +25,11 @@ def count_text(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def counted(count: int, noun: str) -> str:
+    """1, file -> '1 file'; 1200, file -> '1,200 files'."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def ceil_div(value: int, divisor: int) -> int:
     """Smallest integer not below value / divisor."""
     return -(-value // divisor)

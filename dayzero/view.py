@@ -43,7 +43,7 @@ class StateStore(Protocol):
     """Per-sequence state of one cache need, e.g. a recurrent state."""
 
     def read(self, span: Span) -> Tensor:
-        """State [*need.shape] before the span's first token; zeros when start is 0. A copy: the caller may write to it."""
+        """State [*need.shape] before the span's first token; zeros when start is 0. A copy, free to be written to."""
 
     def write(self, span: Span, value: Tensor) -> None:
         """Replace the state by value [*need.shape], the state after the span's last token."""

@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "dayzero"
 
 HEIGHTS: Mapping[str, int] = {
-    **dict.fromkeys(("console", "decl", "errors", "finding", "hardware", "units", "view"), 0),
+    **dict.fromkeys(("console", "decl", "errors", "extensions", "finding", "hardware", "units", "view"), 0),
     **dict.fromkeys(("arch", "cache", "checkpoint", "ops", "parallel"), 1),
     **dict.fromkeys(("chat", "models"), 2),
     **dict.fromkeys(("blocks", "planner", "rehearse"), 3),
@@ -32,13 +32,22 @@ GROUND: Mapping[str, frozenset[str]] = {
     "finding": frozenset({"errors", "units"}),
     "decl": frozenset({"errors", "units"}),
     "view": frozenset({"decl", "errors", "units"}),
-    "hardware": frozenset({"decl", "errors", "units"}),
+    "extensions": frozenset({"errors"}),
+    "hardware": frozenset({"decl", "errors", "extensions", "units"}),
     "console": frozenset({"errors", "finding", "units"}),
 }
 
 PAPER_ROOMS = {*GROUND, "arch", "checkpoint", "models", "planner"}
-PAPER_FILES = {"__init__.py", "ops/__init__.py", "ops/catalog.py"}
-DEVICE_FILES = {"checkpoint/dequant.py"}  # the only ones of a paper room that hold tensors
+PAPER_FILES = {
+    "__init__.py",
+    "ops/__init__.py",
+    "ops/catalog.py",
+    "parallel/__init__.py",
+    "parallel/cut.py",
+    "parallel/mesh.py",
+}
+# The only files of a paper room that hold tensors.
+DEVICE_FILES = {"checkpoint/dequant.py", "checkpoint/statistics.py", "checkpoint/stream.py"}
 LATE_IMPORT_ALLOWED = {"planner/detect.py"}  # asks the machine what it has, inside a function
 DEVICE_PACKAGES = {"torch", "triton", "transformers", "compressed_tensors", "accelerate"}
 DEVICE_MODULES = {"safetensors.torch"}

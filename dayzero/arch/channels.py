@@ -1,4 +1,4 @@
-"""Channel mixers as data: gated dense layers and mixtures of experts. Shapes: matrices [out, in], experts [E, out, in]."""
+"""Channel mixers as data: gated dense layers and mixtures of experts. Matrices are [out, in], experts [E, out, in]."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 
 from dayzero.arch.mixers import linear_use
 from dayzero.arch.norms import Activation, Norm
+from dayzero.arch.outside import OutsideChannel
 from dayzero.decl import Cut, OpUse, ParamDecl
 
 
@@ -54,9 +55,7 @@ class Router:
     scale: float = 1.0
 
     def use(self, site: str) -> OpUse:
-        return OpUse(
-            "moe.route", site, (("bias", self.bias), ("groups", self.groups > 1), ("score", self.score))
-        )
+        return OpUse("moe.route", site, (("bias", self.bias), ("groups", self.groups > 1), ("score", self.score)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,4 +135,4 @@ class MoE:
         return total + (self.dim if self.shared_gate else 0)
 
 
-Channel = GLU | MoE
+Channel = GLU | MoE | OutsideChannel

@@ -33,16 +33,16 @@ def flops_per_token(spec: ModelSpec, context: float) -> float:
     return 2.0 * active_params(spec) + sum(layer.mixer.flops(context) for layer in spec.layers)
 
 
-def decode_weight_params(spec: ModelSpec, tokens: int) -> float:
-    """Expected weights read by a step of ``tokens`` single-token rows: experts by the chance that any row chose them."""
-    total = float(active_params(spec))
+def expert_share(spec: ModelSpec, tokens: int) -> float:
+    """Expected share of the routed experts' weights that ``tokens`` rows touch, by the chance that a row chose them."""
+    total = touched = 0.0
     for layer in spec.layers:
         if isinstance(layer.channel, MoE):
             router = layer.channel.router
-            per_expert = 3.0 * layer.channel.inner * layer.channel.width
-            touched = router.experts * (1.0 - (1.0 - router.top_k / router.experts) ** tokens)
-            total += (touched - router.top_k) * per_expert
-    return total
+            weights = 3.0 * layer.channel.inner * layer.channel.width * router.experts
+            total += weights
+            touched += weights * (1.0 - (1.0 - router.top_k / router.experts) ** tokens)
+    return touched / total if total else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dayzero.arch.norms import Norm
+from dayzero.arch.outside import OutsideMixer
 from dayzero.arch.rope import Rope
 from dayzero.decl import CacheNeed, Cut, OpUse, ParamDecl
 
@@ -200,11 +201,11 @@ class MLA:
 
     def contracts(self, p: str) -> list[OpUse]:
         names = ("q",) if self.q_rank is None else ("q_a", "q_b")
-        out = [linear_use(f"{p}.{n}") for n in (*names, "kv_a", "kv_b", "o")]
+        out = [linear_use(f"{p}.{n}") for n in (*names, "kv_a", "o")]  # kv_b is an operand of attend
         if self.q_rank is not None:
             out.append(self.norm(self.q_rank).use(f"{p}.q_a_norm"))
         out.append(self.norm(self.kv_rank).use(f"{p}.kv_a_norm"))
-        out.append(OpUse("latent.attend", f"{p}.attend", (("index", self.index is not None),)))
+        out.append(OpUse("latent.attend_absorbed", f"{p}.attend", (("index", self.index is not None),)))
         if self.rope:
             out.append(rope_use(self.rope, f"{p}.rope"))
         if self.gate:
@@ -244,7 +245,8 @@ class Delta:
     kind = "delta"
 
     def _widths(self) -> dict[str, int]:
-        return {"q": self.key_heads * self.key_dim, "k": self.key_heads * self.key_dim, "v": self.heads * self.value_dim}
+        keys = self.key_heads * self.key_dim
+        return {"q": keys, "k": keys, "v": self.heads * self.value_dim}
 
     def params(self, p: str) -> list[ParamDecl]:
         units = {"q": self.key_dim, "k": self.key_dim, "v": self.value_dim}
@@ -305,4 +307,4 @@ class Delta:
         return 7.0 * self.heads * self.key_dim * self.value_dim
 
 
-Mixer = Attention | MLA | Delta
+Mixer = Attention | MLA | Delta | OutsideMixer

@@ -41,7 +41,8 @@ class Activation:
     """What a gated channel does with (gate, up).
 
     silu: silu(g)·u. clamped (gpt-oss): G=min(g, limit), U=clamp(u, ±limit), G·σ(alpha·G)·(U+1).
-    silu_clamped: silu(min(g, limit))·clamp(u, ±limit). situ (Kimi K3): beta·tanh(g/beta)·σ(g) · linear_beta·tanh(u/linear_beta).
+    silu_clamped: silu(min(g, limit))·clamp(u, ±limit).
+    situ (Kimi K3): beta·tanh(g/beta)·σ(g) · linear_beta·tanh(u/linear_beta).
     """
 
     kind: Literal["silu", "clamped", "silu_clamped", "situ"] = "silu"

@@ -15,6 +15,15 @@ from dayzero.errors import ConfigError
 
 _MISSING = object()
 
+GENERATION_DEFAULTS = (
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
+    "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
+    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    "decoder_start_token_id", "prefix", "sep_token_id", "tf_legacy_loss", "use_bfloat16",
+)  # fmt: skip
+
 # Keys a library writes into every config.json; none of them changes what a forward pass computes.
 BOOKKEEPING: Mapping[str, str] = {
     "architectures": "used to recognise the family",
@@ -30,11 +39,8 @@ BOOKKEEPING: Mapping[str, str] = {
     "problem_type": "library option",
     "id2label": "classification only",
     "label2id": "classification only",
-    "chunk_size_feed_forward": "library option, same result",
     "is_decoder": "library option",
-    "is_encoder_decoder": "library option",
-    "add_cross_attention": "library option",
-    "cross_attention_hidden_size": "library option",
+    "chunk_size_feed_forward": "library option, same result",
     "finetuning_task": "training only",
     "task_specific_params": "library option",
     "tokenizer_class": "read from the tokenizer's own files",
@@ -53,20 +59,19 @@ BOOKKEEPING: Mapping[str, str] = {
     "_attn_implementation": "library option",
     "_attn_implementation_autoset": "library option",
     "is_llama_config": "bookkeeping",
-    "rope_interleaved_note": "bookkeeping",
     # Generation defaults that PretrainedConfig once wrote out; generation_config.json is what counts.
-    **{
-        key: "a generation default written out by the library; generation_config.json decides"
-        for key in (
-            "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
-            "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-            "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
-            "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
-            "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-            "decoder_start_token_id", "prefix", "sep_token_id", "tf_legacy_loss", "use_bfloat16", "pruned_heads",
-        )
-    },
+    **dict.fromkeys(GENERATION_DEFAULTS, "a generation default written out; generation_config.json decides"),
 }  # fmt: skip
+
+
+# Library options that are harmless at one value only: any other one describes a model of another kind.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, []),
+    "tie_encoder_decoder": (False,),
+}
 
 
 @dataclass
@@ -86,7 +91,12 @@ class Raw:
     """
 
     def __init__(
-        self, data: Mapping[builtins.str, Any], *, file: builtins.str = "config.json", path: builtins.str = "", ledger: Ledger | None = None
+        self,
+        data: Mapping[builtins.str, Any],
+        *,
+        file: builtins.str = "config.json",
+        path: builtins.str = "",
+        ledger: Ledger | None = None,
     ) -> None:
         if not isinstance(data, Mapping):
             raise ConfigError(f"{file}: {path or 'the file'} must be an object, not {type(data).__name__}.")
@@ -115,6 +125,8 @@ class Raw:
         for name in names:
             if name in self._data:
                 self.ledger.read.add(self.full(name))
+                if self._data[name] is not None:
+                    self.ledger.ignored.pop(self.full(name), None)
         if len(found) > 1 and any(value != found[0][1] for _, value in found[1:]):
             said = ", ".join(f"{self.full(n)} = {v!r}" for n, v in found)
             raise ConfigError(f"{self._file} contradicts itself: {said}; these are spellings of one key.")
@@ -123,8 +135,9 @@ class Raw:
         if default is _MISSING:
             spelled = " or ".join(self.full(n) for n in names)
             raise ConfigError(f"{self._file} has no {spelled}, which this family needs.")
-        if not any(n in self._data for n in names):
-            self.ledger.defaulted[self.full(names[0])] = default
+        stated = [n for n in names if n in self._data]  # as null
+        if not stated or default is not None:  # where null is itself the default, it was stated and nothing was assumed
+            self.ledger.defaulted[self.full((stated or names)[0])] = default
         return names[0], default
 
     def _typed(self, names: tuple[builtins.str, ...], default: Any, kinds: tuple[type, ...], word: builtins.str) -> Any:
@@ -145,12 +158,14 @@ class Raw:
             raise ConfigError(f"{self._file}: {self.full(name)} must be a whole number >= {least}, but is {value!r}.")
         return value
 
-    def int_or_none(self, *names: builtins.str, default: builtins.int | None = None) -> builtins.int | None:
-        """A whole number, or None where the key is absent or null."""
+    def int_or_none(
+        self, *names: builtins.str, default: builtins.int | None = None, least: builtins.int = 0
+    ) -> builtins.int | None:
+        """A whole number >= least, or None where the key is absent or null."""
         if not any(self.has(n) for n in names):
             self._take(names, default)
             return default
-        return self.int(*names)
+        return self.int(*names, least=least)
 
     def float(self, *names: builtins.str, default: Any = _MISSING) -> builtins.float:
         value = self._typed(names, default, (int, float), "a number")
@@ -159,6 +174,10 @@ class Raw:
         return float(value)
 
     def bool(self, *names: builtins.str, default: Any = _MISSING) -> builtins.bool:
+        for name in names:
+            # To the publishers' code null is false; a default of true would be the opposite of what the file says.
+            if default is True and name in self._data and self._data[name] is None:
+                raise ConfigError(f"{self._file}: {self.full(name)} is null, but its default is true; state which.")
         return bool(self._typed(names, default, (bool,), "true or false"))
 
     def str(self, *names: builtins.str, default: Any = _MISSING) -> builtins.str:
@@ -205,10 +224,18 @@ class Raw:
         """The value as it is, counted as read with all below it."""
         return self._take((name,), default)[1]
 
+    @property
+    def _of_model(self) -> builtins.bool:
+        # Below the configs of whole models these words mean something: a top_k inside an index's object is no sampling.
+        return self._path in ("", "text_config") or "model_type" in self._data
+
     def ignore(self, *names: builtins.str, why: builtins.str) -> None:
-        """Declare keys that do not change what is computed, with the reason. Absent keys are fine."""
+        """Declare keys that do not change what is computed, with the reason. Absent keys are fine.
+
+        A key whose value was read stays read: a reason not to read it would be untrue.
+        """
         for name in names:
-            if name in self._data:
+            if name in self._data and not (self._data[name] is not None and self.full(name) in self.ledger.read):
                 self.ledger.ignored[self.full(name)] = why
 
     def unread(self) -> builtins.list[builtins.str]:
@@ -220,7 +247,12 @@ class Raw:
                 left += self._opened[name].unread()
             elif full in self.ledger.read or full in self.ledger.ignored:
                 continue
-            elif name in BOOKKEEPING:
+            elif name in NEUTRAL and self._of_model:
+                if self._data[name] is not None and self._data[name] not in NEUTRAL[name]:
+                    left.append(full)
+                else:
+                    self.ledger.ignored[full] = "a library option at its neutral value"
+            elif name in BOOKKEEPING and self._of_model:
                 self.ledger.ignored[full] = BOOKKEEPING[name]
             else:
                 left.append(full)

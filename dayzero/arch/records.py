@@ -1,4 +1,4 @@
-"""Cache record formats by name: what one stored row is, to the byte. Sources: docs of FlashMLA and DeepGEMM's layouts."""
+"""Cache record formats by name: what one stored row is, to the byte. Layouts: FlashMLA, DeepGEMM."""
 
 from __future__ import annotations
 

@@ -38,6 +38,9 @@ class Plain:
     def close_params(self) -> list[ParamDecl]:
         return []
 
+    def close_contracts(self) -> list[OpUse]:
+        return []
+
     def contracts(self, p: str) -> list[OpUse]:
         sites = ("mixer_norm", "channel_norm") + (("mixer_out_norm", "channel_out_norm") if self.sandwich else ())
         return [self.norm.use(f"{p}.{s}") for s in sites] + [OpUse("residual.add", f"{p}.add")]
@@ -69,9 +72,13 @@ class AttnRes:
     def close_params(self) -> list[ParamDecl]:
         return [*self.norm.params("close_mix_norm"), ParamDecl("close_mix_proj", (1, self.norm.dim), "router")]
 
+    def close_contracts(self) -> list[OpUse]:
+        return [OpUse("residual.attn_mix", "close_mix")]
+
     def contracts(self, p: str) -> list[OpUse]:
         uses = [self.norm.use(f"{p}.{s}") for s in ("mixer_norm", "channel_norm")]
-        return uses + [OpUse("residual.attn_mix", f"{p}.{s}") for s in ("mixer_mix", "channel_mix")]
+        uses += [OpUse("residual.attn_mix", f"{p}.{s}") for s in ("mixer_mix", "channel_mix")]
+        return [*uses, OpUse("residual.add", f"{p}.add")]
 
     def carry(self) -> tuple[CarryPart, ...]:
         return (CarryPart("partial", (self.norm.dim,)), CarryPart("bank", (self.bank, self.norm.dim)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dayzero.arch.raw import Raw
 from dayzero.errors import ConfigError
@@ -31,7 +31,7 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
+class BandScaling:
     """Llama 3.1: wavelengths beyond original/low are divided by factor, up to original/high kept, smooth between."""
 
     factor: float
@@ -58,7 +58,7 @@ class Rope:
     theta: float
     style: Literal["half", "interleaved"] = "half"
     place: Literal["first", "last"] = "first"
-    scaling: Yarn | Llama3Scaling | LinearScaling | None = None
+    scaling: Yarn | BandScaling | LinearScaling | None = None
     sections: tuple[int, ...] | None = None
 
     def inv_freq(self) -> tuple[float, ...]:
@@ -69,8 +69,8 @@ class Rope:
             return tuple(base)
         if isinstance(scaling, LinearScaling):
             return tuple(f / scaling.factor for f in base)
-        if isinstance(scaling, Llama3Scaling):
-            return tuple(_llama3(f, scaling) for f in base)
+        if isinstance(scaling, BandScaling):
+            return tuple(_banded(f, scaling) for f in base)
         return _yarn(base, self.dims, self.theta, scaling)
 
     def magnitude(self) -> float:
@@ -78,7 +78,7 @@ class Rope:
         return self.scaling.magnitude if isinstance(self.scaling, Yarn) else 1.0
 
 
-def _llama3(freq: float, s: Llama3Scaling) -> float:
+def _banded(freq: float, s: BandScaling) -> float:
     wavelength = 2 * math.pi / freq
     if wavelength < s.original / s.high:
         return freq
@@ -106,7 +106,7 @@ def _yarn(base: list[float], dims: int, theta: float, s: Yarn) -> tuple[float, .
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """0.1 · mscale · ln(factor) + 1: YaRN's attention temperature, as cos/sin factor or squared in the softmax scale."""
+    """0.1 · mscale · ln(factor) + 1: YaRN's temperature, on cos and sin or squared in the softmax scale."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -118,7 +118,7 @@ class RopeConfig:
     """
 
     theta: float
-    scaling: Yarn | Llama3Scaling | LinearScaling | None
+    scaling: Yarn | BandScaling | LinearScaling | None
     partial: float | None
     sections: tuple[int, ...] | None
     mscale: float | None = None
@@ -126,15 +126,20 @@ class RopeConfig:
     attention_factor: float | None = None
 
 
-def read_rope(raw: Raw, *, max_positions: int, theta_default: float | None = None) -> RopeConfig:
+def read_rope(
+    raw: Raw, *, max_positions: int, theta_default: float | None = None, partial: bool = False, sections: bool = False
+) -> RopeConfig:
     """Read rope_theta/rope_scaling (old) or rope_parameters (new). An unknown rope_type is refused by name.
 
     theta_default: the class's default, used (and recorded) when no spelling gives one; None makes it an error.
+    partial, sections: whether the family turns a part of a head, or by (time, height, width). Where it does not, a
+    config that asks for it is refused: the caller would have no use for the value, and so ignore it.
     """
     new = raw.sub_or_none("rope_parameters") if raw.has("rope_parameters") else None
     old = raw.sub_or_none("rope_scaling") if raw.has("rope_scaling") else None
-    if not raw.has("rope_scaling"):
-        raw.ignore("rope_scaling", why="null: no scaling")
+    for key in ("rope_scaling", "rope_parameters"):
+        if not raw.has(key):
+            raw.ignore(key, why="null: no scaling")
     nested = next((s for s in (new, old) if s is not None), None)
     thetas = [s.float("rope_theta") for s in (new, old, raw) if s is not None and s.has("rope_theta")]
     if len(set(thetas)) > 1:
@@ -145,19 +150,22 @@ def read_rope(raw: Raw, *, max_positions: int, theta_default: float | None = Non
         theta = raw.float("rope_theta")
     else:
         theta = raw.float("rope_theta", default=theta_default)
-    partials = [s.float("partial_rotary_factor") for s in (new, raw) if s is not None and s.has("partial_rotary_factor")]
+    holders = [s for s in (new, raw) if s is not None and s.has("partial_rotary_factor")]
+    partials = [s.float("partial_rotary_factor") for s in holders]
     if len(set(partials)) > 1:
         raise ConfigError(f"config.json contradicts itself: partial_rotary_factor is given as {partials}.")
     extra = _read_scaling(nested, max_positions) if nested is not None else {}
-    sections = extra.pop("sections", None)
-    return RopeConfig(theta, extra.pop("scaling", None), partials[0] if partials else None, sections, **extra)
+    found = extra.pop("sections", None)
+    if partials and partials[0] != 1 and not partial:
+        raise ConfigError(f"config.json: partial_rotary_factor is {partials[0]:g}, but this family turns whole heads.")
+    if found is not None and not sections:
+        raise ConfigError("config.json has an mrope_section, but this family knows one kind of position.")
+    return RopeConfig(theta, extra.pop("scaling", None), partials[0] if partials else None, found, **extra)
 
 
-def _read_scaling(s: Raw, max_positions: int) -> dict[str, object]:
-    kind = s.one_of(
-        "rope_type", "type", allowed=("default", "linear", "llama3", "yarn", "mrope"), default="default"
-    )
-    out: dict[str, object] = {}
+def _read_scaling(s: Raw, max_positions: int) -> dict[str, Any]:
+    kind = s.one_of("rope_type", "type", allowed=("default", "linear", "llama3", "yarn", "mrope"), default="default")
+    out: dict[str, Any] = {}
     if s.has("mrope_section"):
         out["sections"] = s.ints("mrope_section")
         s.one_of("mrope_interleaved", allowed=(True,), default=True)
@@ -167,7 +175,7 @@ def _read_scaling(s: Raw, max_positions: int) -> dict[str, object]:
     if kind == "linear":
         out["scaling"] = LinearScaling(factor)
     elif kind == "llama3":
-        out["scaling"] = Llama3Scaling(
+        out["scaling"] = BandScaling(
             factor, s.float("low_freq_factor"), s.float("high_freq_factor"), s.int("original_max_position_embeddings")
         )
     else:
@@ -175,7 +183,9 @@ def _read_scaling(s: Raw, max_positions: int) -> dict[str, object]:
             out[key] = s.float(key) if s.has(key) else None
             s.ignore(key, why="null")
         original = s.int("original_max_position_embeddings", default=max_positions)
-        magnitude = out["attention_factor"] or _cos_sin_magnitude(factor, out["mscale"], out["mscale_all_dim"])
+        magnitude = out["attention_factor"]
+        if magnitude is None:
+            magnitude = _cos_sin_magnitude(factor, out["mscale"], out["mscale_all_dim"])
         out["scaling"] = Yarn(
             factor,
             original,

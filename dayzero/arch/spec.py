@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dayzero.arch.channels import Channel, MoE
+from dayzero.arch.channels import GLU, Channel, MoE
 from dayzero.arch.mixers import MLA, Attention, Delta, Mixer
 from dayzero.arch.norms import Norm
 from dayzero.arch.residuals import Residual
@@ -78,7 +78,8 @@ class ModelSpec:
 
     def contracts(self) -> list[OpUse]:
         uses = [use for i, layer in enumerate(self.layers) for use in layer.contracts(f"layers.{i}")]
-        return [OpUse("embed.lookup", "embed"), *uses, self.final_norm.use("final_norm"), OpUse("linear.matmul", "head")]
+        uses = [OpUse("embed.lookup", "embed"), *uses, *self.layers[-1].residual.close_contracts()]
+        return [*uses, self.final_norm.use("final_norm"), OpUse("linear.matmul_f32", "head")]
 
     @property
     def modality(self) -> str:
@@ -91,10 +92,13 @@ def mixer_word(mixer: Mixer) -> str:
         word = "attention" if mixer.window is None else f"attention window {mixer.window}"
         return word + (" + sinks" if mixer.sinks else "") + (" + gate" if mixer.gate else "")
     if isinstance(mixer, MLA):
-        index = "" if mixer.index is None else " + shared index" if mixer.index.shared else f" + index top {mixer.index.top_k}"
+        index = "" if mixer.index is None else f" + index top {mixer.index.top_k}"
+        if mixer.index is not None and mixer.index.shared:
+            index = " + shared index"
         return ("latent" if mixer.rope else "latent no-rope") + index + (" + gate" if mixer.gate else "")
-    assert isinstance(mixer, Delta)
-    return f"delta per-{mixer.decay} " + ("softplus" if mixer.lower is None else "bounded")
+    if isinstance(mixer, Delta):
+        return f"delta per-{mixer.decay} " + ("softplus" if mixer.lower is None else "bounded")
+    return mixer.word()
 
 
 def channel_word(channel: Channel) -> str:
@@ -102,4 +106,4 @@ def channel_word(channel: Channel) -> str:
         router = channel.router
         latent = f" latent {channel.latent}" if channel.latent else ""
         return f"moe {router.experts} top {router.top_k}{latent}" + (" + shared" if channel.shared else "")
-    return f"glu {channel.inner}"
+    return f"glu {channel.inner}" if isinstance(channel, GLU) else channel.word()

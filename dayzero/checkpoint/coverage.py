@@ -6,344 +6,260 @@ listed with its nearest match, and so is every module whose stored format is not
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import chain
 
-from dayzero.checkpoint.formats import StoredPart, parts
-from dayzero.checkpoint.rules import Expansion, Group, Ignore, glob_match
+from dayzero.checkpoint.claims import (
+    Claim,
+    NoScheme,
+    claim_of,
+    expected_parts,
+    module_of,
+    numbered,
+    parts_of,
+    same_claim,
+    stored_format,
+)
+from dayzero.checkpoint.formats import StoredPart
+from dayzero.checkpoint.found import Alike, Contradiction, Coverage, Entry, Scheme, Source
+from dayzero.checkpoint.likeness import find_roots, nearest, present, rooted
+from dayzero.checkpoint.rules import Expansion, Group, Ignore, Optional, glob_match
 from dayzero.decl import PLAIN_FORMATS, QUANTIZED_FORMATS, Format
+
+__all__ = [
+    "Alike",
+    "Contradiction",
+    "Coverage",
+    "Entry",
+    "Scheme",
+    "Source",
+    "cover",
+    "expected_parts",
+    "module_of",
+    "stored_format",
+]
 
 PLAIN_CODES = {"F32": "f32", "BF16": "bf16", "F16": "f16"}
 _BY_ELEMENT = {f.element: f for f in PLAIN_FORMATS}
 
 
-class Entry(Protocol):
-    """What an index knows of one tensor."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class Scheme(Protocol):
-    """Which format the quantisation config claims for a module."""
-
-    def scheme(self, module: str, role: str = "linear") -> Format | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where one logical tensor was found: its format and, in order of role, the physical tensors that hold it."""
-
-    name: str
-    format: Format
-    parts: tuple[tuple[str, str], ...]  # (role, tensor name)
-
-
-@dataclass(frozen=True, slots=True)
-class Contradiction:
-    """A module whose stored format is not the claimed one. why: the recipe's acknowledgement, None when there is none."""
-
-    name: str
-    claimed: str
-    stored: str
-    why: str | None
-
-
-@dataclass
-class Coverage:
-    """used: physical tensors in use. ignored: name -> reason. unknown and missing: names -> nearest match or "".
-
-    misfit: name -> what is wrong with its shape or dtype. sources: group position -> sources in order of {e}.
-    roots: prefix in the rules -> prefix in the files, where they differ.
-    """
-
-    groups: list[Group]
-    sources: list[list[Source]] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)
-    ignored: dict[str, str] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    misfit: dict[str, str] = field(default_factory=dict)
-    narrowed: dict[str, str] = field(default_factory=dict)
-    contradictions: list[Contradiction] = field(default_factory=list)
-    roots: dict[str, str] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    formats: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def complete(self) -> bool:
-        return not (self.unknown or self.missing or self.misfit)
-
-
-class _NoScheme:
-    def scheme(self, module: str, role: str = "linear") -> Format | None:
-        del module, role
-        return None
-
-
 def cover(expansion: Expansion, entries: Mapping[str, Entry], quant: Scheme | None = None) -> Coverage:
     """Join ``expansion`` with the index's ``entries``. Pure; nothing is read but names, dtypes and shapes."""
-    roots = find_roots(expansion.groups, entries)
-    out = Coverage(expansion.groups, roots=roots)
+    choices = (g for options in expansion.choices for groups in options[1:] for g in groups)
+    roots = find_roots((g.name for g in chain(expansion.groups, choices)), entries)
+
+    def held(group: Group) -> bool:
+        return present(rooted(group.name.replace("{e}", "0"), roots), entries)
+
+    expansion = expansion.choose(held)
+    out = Coverage([], roots=roots)
+    join = _Join(expansion, entries, quant or NoScheme(), out)
     for group in expansion.groups:
-        out.sources.append(list(_cover_group(group, entries, quant or _NoScheme(), expansion, out)))
-    _left_over(expansion, entries, out)
+        if isinstance(group.rule, Optional) and not held(group):
+            out.filled[group.targets[0].decl] = group.rule
+        else:
+            out.groups.append(group)
+            out.sources.append(join.alike(group) or join.one_by_one(group))
+    _left_over(expansion, entries, join.left, out)
     return out
 
 
-def expected_parts(
-    expansion: Expansion, quant: Scheme | None, plain: Format
-) -> Iterator[tuple[str, StoredPart, tuple[int, ...]]]:
-    """Every physical tensor a complete checkpoint holds, from the config alone: (logical name, part, file shape).
+@dataclass(slots=True)
+class _Join:
+    """Finds the sources of one group after another. left: tensors not used so far; ``out`` is filled as it goes."""
 
-    plain: the format of what is not quantised. Parameters that must be stored in float32 are.
-    """
-    for group in expansion.groups:
-        fmt = stored_format(group, group.name, expansion, quant, plain)
-        templates = _parts_of(group, fmt)
+    expansion: Expansion
+    entries: Mapping[str, Entry]
+    quant: Scheme
+    out: Coverage
+    left: set[str] = field(default_factory=set)
+    _made: dict[Format, tuple[StoredPart, ...]] = field(default_factory=dict)  # of the group at hand
+
+    def __post_init__(self) -> None:
+        self.left = set(self.entries)
+
+    def alike(self, group: Group) -> Alike | None:
+        """The group as one record when all its experts have the expected shapes in one format; None otherwise."""
+        self._made = {}
+        template = rooted(group.name, self.out.roots)
+        claim = same_claim(group, template, self.quant, self.expansion) if group.count else None
+        if claim is None or group.count is None:
+            return None
+        for fmt in self._candidates(group, claim.expect):
+            wanted = self._templates(group, fmt)
+            kept = [p for p in wanted if not p.optional or p.name.replace("{e}", "0") in self.entries]
+            names = self._all_present(kept, group.count)
+            if names is None:
+                continue
+            self.left.difference_update(names)
+            found = tuple((p.role, p.name) for p in kept)
+            self.out.formats[fmt.name] += group.count
+            self._note(group, template, fmt, claim, group.count)
+            return Alike(template, fmt, found, group.count)
+        return None
+
+    def _candidates(self, group: Group, expect: Format | None) -> Iterator[Format]:
+        if expect is not None:
+            yield expect
+        else:
+            yield from PLAIN_FORMATS
+        if group.role == "linear":
+            yield from (f for f in QUANTIZED_FORMATS if f != expect)
+        if expect is not None:
+            yield from PLAIN_FORMATS
+
+    def _templates(self, group: Group, fmt: Format) -> tuple[StoredPart, ...]:
+        """Parts by the files' names; empty when the format cannot hold the shape."""
+        if fmt not in self._made:
+            try:
+                wanted = parts_of(group, fmt)
+            except ValueError:
+                wanted = ()
+            self._made[fmt] = tuple(p._replace(name=rooted(p.name, self.out.roots)) for p in wanted)
+        return self._made[fmt]
+
+    def _all_present(self, wanted: Sequence[StoredPart], count: int) -> list[str] | None:
+        """Names of every expert's parts, None as soon as one is absent or does not fit."""
+        if not wanted:
+            return None
+        entries, names = self.entries, []
+        for part in wanted:
+            head, tail = part.name.split("{e}")
+            for e in range(count):
+                name = f"{head}{e}{tail}"
+                entry = entries.get(name)
+                if entry is None or (
+                    (entry.dtype != part.dtype[0] or entry.shape != part.shape)
+                    and part.misfit(entry.dtype, tuple(entry.shape))
+                ):
+                    return None
+                names.append(name)
+        return names
+
+    def one_by_one(self, group: Group) -> list[Source]:
+        found = []
+        possible: set[str] = set()
+        if group.count is not None:  # a hundred thousand lost experts must not each be tried in every format
+            formats = (*PLAIN_FORMATS, *QUANTIZED_FORMATS) if group.role == "linear" else PLAIN_FORMATS
+            possible = {p.name for fmt in formats for p in self._templates(group, fmt)}
+            possible.add(rooted(group.name, self.out.roots))
+        template = rooted(group.name, self.out.roots)
+        same = same_claim(group, template, self.quant, self.expansion)
         for number in group.numbers:
-            for part in templates:
-                name = part.name if number is None else part.name.replace("{e}", str(number))
-                logical = group.name if number is None else group.name.replace("{e}", str(number))
-                yield logical, StoredPart(part.role, name, part.dtype, part.shape, part.optional), part.shape
+            real = numbered(template, number)
+            if possible and not any(numbered(p, number) in self.entries for p in possible):
+                self.out.missing[real] = ""
+                continue
+            claim = same or claim_of(group, real, self.quant, self.expansion)
+            source = self._find(group, number, real, claim.expect)
+            if source is None:
+                continue
+            self.left.difference_update(part for _, part in source.parts)
+            self.out.formats[source.format.name] += 1
+            self._note(group, real, source.format, claim, 1)
+            found.append(source)
+        return found
 
+    def _find(self, group: Group, number: int | None, real: str, expect: Format | None) -> Source | None:
+        """The tensor in the expected format, or in any other that the files hold in its place."""
+        for fmt in self._candidates(group, expect):
+            if not fmt.quantized:
+                source = self._plain(group, real)
+                if source is not None:
+                    return source
+                continue
+            wanted = [p._replace(name=numbered(p.name, number)) for p in self._templates(group, fmt)]
+            if wanted and self._holds(wanted):
+                self._check_shapes(wanted, fmt)
+                return Source(real, fmt, tuple((p.role, p.name) for p in wanted if p.name in self.entries))
+        self._explain(group, number, real, expect)
+        return None
 
-def stored_format(
-    group: Group, name: str, expansion: Expansion, quant: Scheme | None, plain: Format
-) -> Format:
-    """How a complete checkpoint stores logical tensor ``name``: the claimed format, else float32 where it must be, else plain."""
-    claim = _claim(group, name, quant or _NoScheme(), expansion)[0]
-    return claim or (_BY_ELEMENT["f32"] if group.targets[0].decl.stored == "f32" else plain)
-
-
-def module_of(tensor: str) -> str:
-    """The module a tensor belongs to: its name without a trailing ``.weight``."""
-    return tensor.removesuffix(".weight")
-
-
-def _claim(
-    group: Group, name: str, quant: Scheme, expansion: Expansion
-) -> tuple[Format | None, Format | None, str | None]:
-    """(format to expect, format the config claims, the recipe's reason when the two differ)."""
-    role = group.role
-    claimed = quant.scheme(module_of(name), role) if role == "linear" and len(group.shape) >= 2 else None
-    for stored in expansion.stored:
-        if glob_match(stored.pattern, name):
-            return stored.format, claimed, stored.why
-    return claimed, claimed, None
-
-
-def _parts_of(group: Group, fmt: Format) -> tuple[StoredPart, ...]:
-    shape = group.shape if fmt.quantized else group.plain_shapes[0]
-    return parts(fmt, group.name, shape)
-
-
-def _cover_group(
-    group: Group, entries: Mapping[str, Entry], quant: Scheme, expansion: Expansion, out: Coverage
-) -> Iterator[Source]:
-    cached: dict[str, tuple[StoredPart, ...]] = {}
-
-    def templates(fmt: Format) -> tuple[StoredPart, ...]:
-        if fmt.name not in cached:
-            cached[fmt.name] = _parts_of(group, fmt)
-        return cached[fmt.name]
-
-    first = _rooted(group.name, out.roots)
-    expect, claimed, why = _claim(group, first, quant, expansion)
-    for number, name in zip(group.numbers, group.names(), strict=True):
-        real = _rooted(name, out.roots)
-        source = _find(group, number, real, expect, entries, templates, out)
-        if source is None:
-            out.missing[real] = ""
-            continue
-        out.used.update(part for _, part in source.parts)
-        out.formats[source.format.name] += 1
-        stored = source.format if source.format.quantized else None
-        if stored is not claimed and stored != claimed:
-            out.contradictions.append(
-                Contradiction(
-                    real,
-                    claimed.name if claimed else "unquantised",
-                    source.format.name,
-                    why if stored == expect else None,
-                )
-            )
-        _check_width(group, real, source, out)
-        yield source
-
-
-def _check_width(group: Group, real: str, source: Source, out: Coverage) -> None:
-    wanted = group.targets[0].decl.stored
-    if wanted is not None and source.format.name != wanted:
-        out.narrowed[real] = (
-            f"stored as {source.format.name}; this parameter is published in {wanted} and loses bits below it"
-        )
-
-
-def _find(
-    group: Group,
-    number: int | None,
-    real: str,
-    expect: Format | None,
-    entries: Mapping[str, Entry],
-    templates: object,
-    out: Coverage,
-) -> Source | None:
-    """The tensor in the expected format, or in any other that the files hold in its place."""
-    plain = entries.get(real)
-    if expect is None and plain is not None and plain.dtype in PLAIN_CODES:
-        return _plain(group, real, plain, out)
-    order = [expect] if expect is not None else []
-    if group.role == "linear":
-        order += [f for f in QUANTIZED_FORMATS if f is not expect]
-    for fmt in order:
-        try:
-            wanted = templates(fmt)  # type: ignore[operator]
-        except ValueError:
-            continue  # this format cannot hold the shape
-        names = [
-            (p, _rooted(p.name if number is None else p.name.replace("{e}", str(number)), out.roots)) for p in wanted
-        ]
-        if all(name in entries or p.optional for p, name in names) and _dtypes_fit(names, entries):
-            for part, name in names:
-                if name in entries and not _shape_fits(part, entries[name]):
-                    out.misfit[name] = f"shape {list(entries[name].shape)}, expected {list(part.shape)} for {fmt.name}"
-            found = tuple((p.role, name) for p, name in names if name in entries)
-            return Source(real, fmt, found)
-    if plain is not None:
-        if plain.dtype in PLAIN_CODES:
-            return _plain(group, real, plain, out)
-        out.misfit[real] = f"dtype {plain.dtype}, which no known format stores in this place"
-        out.used.add(real)
-    return None
-
-
-def _plain(group: Group, real: str, entry: Entry, out: Coverage) -> Source:
-    if tuple(entry.shape) not in group.plain_shapes:
-        out.misfit[real] = (
-            f"shape {list(entry.shape)}, expected {' or '.join(str(list(s)) for s in group.plain_shapes)}"
-        )
-    return Source(real, _BY_ELEMENT[PLAIN_CODES[entry.dtype]], (("weight", real),))
-
-
-def _dtypes_fit(names: list[tuple[StoredPart, str]], entries: Mapping[str, Entry]) -> bool:
-    for part, name in names:
-        entry = entries.get(name)
-        if entry is None:
-            continue
-        allowed = (part.dtype,) if isinstance(part.dtype, str) else part.dtype
-        if entry.dtype not in allowed:
-            return False
-    return True
-
-
-def _shape_fits(part: StoredPart, entry: Entry) -> bool:
-    shape = tuple(entry.shape)
-    return shape == part.shape or (part.shape in ((), (1,)) and shape in ((), (1,)))
-
-
-def find_roots(groups: Iterable[Group], entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Prefixes in which the files differ from the rules, e.g. ``model.`` -> ``backbone.``, by counting agreements."""
-    stems = Counter(name.split(".", 1)[0] + "." for name in (g.name for g in groups) if "." in name)
-    roots: dict[str, str] = {}
-    file_names = list(entries)
-    for stem in stems:
-        members = [g.name for g in groups if g.name.startswith(stem)]
-        if any(_present(next(iter(_first_names(m))), entries) for m in members):
-            continue
-        votes: Counter[str] = Counter()
-        for member in members[:40]:
-            tail = member[len(stem) :].replace("{e}", "0")
-            base = tail.removesuffix(".weight") + "."
-            for name in _ending(file_names, tail, base):
-                votes[name] += 1
-        if votes:
-            best = max(votes.items(), key=lambda kv: (kv[1], -len(kv[0])))[0]
-            if best != stem:
-                roots[stem] = best
-    return roots
-
-
-def _first_names(member: str) -> tuple[str, ...]:
-    return (member.replace("{e}", "0"),)
-
-
-def _present(name: str, entries: Mapping[str, Entry]) -> bool:
-    if name in entries:
+    def _holds(self, wanted: Sequence[StoredPart]) -> bool:
+        for part in wanted:
+            entry = self.entries.get(part.name)
+            if entry is None and not part.optional:
+                return False
+            if entry is not None and entry.dtype not in part.dtype:
+                return False
         return True
-    base = name.removesuffix(".weight")
-    return any(f"{base}{end}" in entries for end in (".weight_packed", ".weight", "_blocks"))
+
+    def _plain(self, group: Group, real: str) -> Source | None:
+        entry = self.entries.get(real)
+        if entry is None or entry.dtype not in PLAIN_CODES:
+            return None
+        if tuple(entry.shape) not in group.plain_shapes:
+            expected = " or ".join(str(list(s)) for s in group.plain_shapes)
+            self.out.misfit[real] = f"shape {list(entry.shape)}, expected {expected}"
+        return Source(real, _BY_ELEMENT[PLAIN_CODES[entry.dtype]], (("weight", real),))
+
+    def _check_shapes(self, wanted: Sequence[StoredPart], fmt: Format) -> None:
+        for part in wanted:
+            entry = self.entries.get(part.name)
+            if entry is not None and part.misfit(entry.dtype, tuple(entry.shape)):
+                self.out.misfit[part.name] = f"shape {list(entry.shape)}, expected {list(part.shape)} for {fmt.name}"
+
+    def _explain(self, group: Group, number: int | None, real: str, expect: Format | None) -> None:
+        """Say what is missing: the part that is not there when another one is, else the tensor itself."""
+        for fmt in self._candidates(group, expect):
+            wanted = [p._replace(name=numbered(p.name, number)) for p in self._templates(group, fmt)]
+            held = [p for p in wanted if p.name in self.entries and self.entries[p.name].dtype in p.dtype]
+            if held and fmt.quantized and self.entries[held[0].name].dtype not in PLAIN_CODES:
+                self.left.difference_update(p.name for p in held)
+                for part in wanted:
+                    entry = self.entries.get(part.name)
+                    if entry is None and not part.optional:
+                        self.out.missing[part.name] = ""
+                    elif entry is not None and part not in held:
+                        self.left.discard(part.name)
+                        self.out.misfit[part.name] = part.misfit(entry.dtype, tuple(entry.shape)) or ""
+                return
+        entry = self.entries.get(real)
+        if entry is None:
+            self.out.missing[real] = ""
+        else:
+            self.left.discard(real)
+            self.out.misfit[real] = f"dtype {entry.dtype}, which no known format stores in this place"
+
+    def _note(self, group: Group, name: str, fmt: Format, claim: Claim, count: int) -> None:
+        """Remember a format that is not the claimed one, and a dtype that is narrower than it may be."""
+        stored = fmt if fmt.quantized else None
+        if stored != claim.claimed:
+            said = claim.claimed.name if claim.claimed else "unquantised"
+            why = claim.why if stored == claim.expect else None
+            self.out.contradictions.append(Contradiction(name, said, fmt.name, why, count))
+        wide = claim.expect is not None and claim.expect.name == "f32"
+        wanted = "f32" if wide else group.targets[0].decl.stored
+        if wanted is not None and fmt.name != wanted:
+            self.out.narrowed[name] = (
+                f"stored as {fmt.name}; this parameter is published in {wanted} and loses bits below it"
+            )
 
 
-def _ending(names: list[str], tail: str, base: str) -> Iterator[str]:
-    for name in names:
-        at = len(name) - len(tail)
-        if name.endswith(tail) and (at == 0 or name[at - 1] == "."):
-            yield name[:at]
-        elif base in name and (name.find(base) == 0 or name[name.find(base) - 1] == ".") and "_packed" in name:
-            yield name[: name.find(base)]
-
-
-def _rooted(name: str, roots: Mapping[str, str]) -> str:
-    for old, new in roots.items():
-        if name.startswith(old):
-            return new + name[len(old) :]
-    return name
-
-
-def _left_over(expansion: Expansion, entries: Mapping[str, Entry], out: Coverage) -> None:
-    aliases = {_rooted(a.tensor, out.roots): a for a in expansion.aliases}
+def _left_over(expansion: Expansion, entries: Mapping[str, Entry], left: set[str], out: Coverage) -> None:
+    aliases = {rooted(a.tensor, out.roots): a for a in expansion.aliases}
+    patterns = [(rule, rooted(rule.pattern, out.roots)) for rule in expansion.ignores]
     unknown = []
     for name in entries:
-        if name in out.used:
-            continue
-        if name in aliases:
+        if name not in left:
+            out.used.add(name)
+        elif name in aliases:
             out.aliases[name] = aliases[name].param
-            continue
-        why = _ignored(name, expansion.ignores, out.roots)
-        if why is None:
-            unknown.append(name)
         else:
-            out.ignored[name] = why
-    expected = [_rooted(g.name.replace("{e}", "0"), out.roots) for g in expansion.groups]
-    out.unknown = nearest(unknown, list(out.missing) or expected)
-    out.missing = nearest(list(out.missing), unknown or list(entries))
+            why = _ignored(name, patterns)
+            if why is None:
+                unknown.append(name)
+            else:
+                out.ignored[name] = why
+    if unknown:
+        expected = out.missing or {rooted(g.name.replace("{e}", "0"), out.roots): "" for g in expansion.groups}
+        out.unknown = nearest(unknown, expected)
+    out.missing = nearest(list(out.missing), unknown or entries) if out.missing else {}
 
 
-def _ignored(name: str, ignores: list[Ignore], roots: Mapping[str, str]) -> str | None:
-    for rule in ignores:
-        if glob_match(rule.pattern, name) or glob_match(_rooted(rule.pattern, roots), name):
+def _ignored(name: str, patterns: Sequence[tuple[Ignore, str]]) -> str | None:
+    for rule, real in patterns:
+        if glob_match(rule.pattern, name) or (real != rule.pattern and glob_match(real, name)):
             return rule.why
     return None
-
-
-_DIGITS = re.compile(r"\d+")
-
-
-def nearest(names: list[str], candidates: list[str], most: int = 60) -> dict[str, str]:
-    """Each name with the most similar candidate ("" where none is near); the search stops after ``most`` names.
-
-    Candidates are compared by shape of the name first (digits folded), so that 80,000 experts cost as much as one.
-    """
-    folded: dict[str, list[str]] = {}
-    for candidate in candidates:
-        folded.setdefault(_DIGITS.sub("#", candidate), []).append(candidate)
-    keys = list(folded)
-    out: dict[str, str] = {}
-    for position, name in enumerate(names):
-        out[name] = ""
-        if position < most:
-            hit = difflib.get_close_matches(_DIGITS.sub("#", name), keys, 1, 0.6)
-            if hit:
-                numbers = _DIGITS.findall(name)
-                out[name] = max(
-                    folded[hit[0]][:500],
-                    key=lambda c: sum(a == b for a, b in zip(numbers, _DIGITS.findall(c), strict=False)),
-                )
-    return out

@@ -24,7 +24,7 @@ from dayzero.errors import CheckpointError
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_MAX, E4M3_MAX, INT4_MAX = 6.0, 448.0, 7
 _LARGEST = {"e2m1": E2M1_MAX, "e4m3": E4M3_MAX, "int4": 8.0}
-_CHUNK_ELEMENTS = 1 << 20  # bounds scratch memory: a chunk needs about 40 bytes an element
+_CHUNK_ELEMENTS = 1 << 17  # bounds scratch memory, about 40 bytes an element, and keeps it in the processor's cache
 
 _TORCH = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8": torch.int8,
@@ -227,7 +227,7 @@ def _check_overflow(fmt: Format, out: Tensor, scale: Tensor, whole: Tensor | Non
 
 def round_to_e2m1(values: Tensor) -> Tensor:
     """uint8 codes of the nearest e2m1 values, ties to the even code, magnitudes above 6 to 6."""
-    magnitude = values.double().abs()
+    magnitude = values.abs()
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
     for low in range(7):
         middle = (E2M1_VALUES[low] + E2M1_VALUES[low + 1]) / 2
@@ -266,8 +266,8 @@ def _quantize_blocks(fmt: Format, weight: Tensor) -> dict[str, Tensor]:
         # Below 2^-100 an f32 scale would lose bits to the subnormals; there all codes are small, which is harmless.
         scale_ERG = _significant((amax_ERG / E4M3_MAX).clamp(min=2.0**-100), 16).where(amax_ERG > 0, 1.0)
         stored = scale_ERG.float()
-    scaled = (blocks.double() / scale_ERG[:, :, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
-    codes = scaled.float().to(torch.float8_e4m3fn).flatten(3, 4).flatten(1, 2)[:, :num_rows, :num_columns]
+    scaled = (blocks / scale_ERG.float()[:, :, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+    codes = scaled.to(torch.float8_e4m3fn).flatten(3, 4).flatten(1, 2)[:, :num_rows, :num_columns]
     stack = weight.shape[:-2]
     return {"weight": codes.reshape(weight.shape).contiguous(), "scale": stored.reshape(*stack, *stored.shape[1:])}
 
@@ -278,14 +278,16 @@ def _quantize_groups(fmt: Format, weight: Tensor) -> dict[str, Tensor]:
     w_NC = weight.detach().reshape(-1, num_columns)
     stack = shape[0] if len(shape) == 3 else 1
     whole, scaled = _tensor_scale_for(fmt, weight.detach().reshape(stack, -1).abs().amax(1).double())
-    whole_N = scaled.repeat_interleave(w_NC.shape[0] // stack).view(-1, 1, 1)
+    # Dividing by a power of two is exact in f32 already; other scales get the room to round only once.
+    compute = torch.float32 if fmt.scale == "e8m0" else torch.float64
+    whole_N = scaled.repeat_interleave(w_NC.shape[0] // stack).view(-1, 1, 1).to(compute)
     make = {"e8m0": _e8m0_scales, "e4m3": _e4m3_scales, "bf16": _bf16_scales}[fmt.scale or ""]
     packed, scales = [], []
     for rows in _row_chunks(*w_NC.shape):
-        groups_NGC = w_NC[rows].double().reshape(-1, num_columns // fmt.block[1], fmt.block[1]) * whole_N[rows]
+        groups_NGC = w_NC[rows].to(compute).reshape(-1, num_columns // fmt.block[1], fmt.block[1]) * whole_N[rows]
         stored, value_NG = make(groups_NGC.abs().amax(-1))
         scales.append(stored)
-        packed.append(_pack(fmt, (groups_NGC / value_NG[..., None]).flatten(1)))
+        packed.append(_pack(fmt, (groups_NGC / value_NG[..., None].to(compute)).flatten(1)))
     made: dict[str, Tensor] = {"weight": torch.cat(packed), "scale": torch.cat(scales)}
     if whole is not None:
         made["tensor_scale"] = whole

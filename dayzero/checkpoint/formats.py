@@ -72,14 +72,13 @@ def parts(fmt: Format, tensor: str, shape: tuple[int, ...]) -> tuple[StoredPart,
     tensor: ``….weight``, or a bare parameter name (``….experts.gate_up_proj``), to which suffixes are appended.
     shape: logical; must be legal for the format (``why_not``), else ValueError.
     """
-    stem = tensor[: -len("weight")] if tensor.endswith(".weight") else None
-    return tuple(
-        StoredPart(
-            t.role, tensor + t.suffix if stem is None or t.sibling is None else stem + t.sibling,
-            t.dtype, t.shape, t.optional,
-        )
-        for t in _templates(fmt, shape)
-    )  # fmt: skip
+    templates = _templates(fmt, shape)
+    if tensor.endswith(".weight"):
+        stem = tensor[: -len("weight")]
+        names = [tensor + t.suffix if t.sibling is None else stem + t.sibling for t in templates]
+    else:
+        names = [tensor + t.suffix for t in templates]
+    return tuple([StoredPart(t.role, n, t.dtype, t.shape, t.optional) for t, n in zip(templates, names)])
 
 
 def stored_bytes(fmt: Format, shape: tuple[int, ...]) -> int:

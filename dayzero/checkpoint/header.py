@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from math import prod
 from sys import intern
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ DTYPE_BITS = {
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # what the format's own library refuses to exceed
+MAX_VALUES = 10_000_000  # JSON values in one header: the largest allowed one needs about 7 million
 MAX_EVIDENCE = 12
 METADATA = "__metadata__"
 AGAIN = "download the file again, or ask the publisher"
@@ -45,10 +47,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     @property
     def numel(self) -> int:
         """Elements in ``shape``. F4 counts four-bit elements; a U8 tensor that packs two counts bytes."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
 
 MAX_SIZE = (1 << 63) - 1  # no file is longer, no dimension larger; keeps every sum printable
@@ -64,7 +63,12 @@ class _Stored(msgspec.Struct, gc=False):
     data_offsets: tuple[Size, Size] | None = None
 
 
+class _Metadata(msgspec.Struct):
+    text: msgspec.Raw = msgspec.field(name=METADATA)
+
+
 _DECODER = msgspec.json.Decoder(dict[str, _Stored])
+_METADATA_DECODER = msgspec.json.Decoder(_Metadata)
 
 
 class _Pairs(list[tuple[str, Any]]):
@@ -108,6 +112,10 @@ def parse_header(header: bytes, file: str, file_bytes: int) -> tuple[list[Tensor
     Entries whose dtype or size is wrong are kept (their names exist); those without a usable shape or offsets are not.
     A name written twice gives two entries.
     """
+    if sum(header.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
+        # Python needs up to a hundred bytes for a value of one: refuse before it takes the machine's memory.
+        claim = f"the header of {file} holds over {MAX_VALUES} values: it is no safetensors header"
+        return [], [finding("header", claim, [file], bound=MAX_VALUES)]
     stored = _decode_quickly(header)
     malformed: list[Finding] = []
     if stored is None:
@@ -123,18 +131,24 @@ def parse_header(header: bytes, file: str, file_bytes: int) -> tuple[list[Tensor
 def _decode_quickly(header: bytes) -> list[tuple[str, _Stored]] | None:
     """The pairs of a header in which nothing is odd, else None.
 
-    Decoding into a dict would drop repeated names in silence. Each top-level value is an object, so the text has at
-    least 1 + (pairs) opening braces; when it has exactly 1 + (distinct names), no name was repeated. Likewise for the
-    keys inside an entry, which without backslashes can only be spelt literally.
+    Decoding into a dict would drop repeated names in silence. Each top-level value is an object, so the text outside
+    the metadata has at least one opening brace for the whole and one for each entry; when it has exactly one more than
+    there are distinct names, no name was repeated. Likewise for the keys inside an entry, which without backslashes
+    can only be spelt literally.
     """
     try:
         decoded = _DECODER.decode(header)
+        metadata = bytes(_METADATA_DECODER.decode(header).text) if METADATA in decoded else b""
     except (ValueError, RecursionError):
         return None
-    if header.count(b"{") != len(decoded) + 1 or b"\\" in header:
-        return None
+
+    def outside(mark: bytes) -> int:
+        return header.count(mark) - metadata.count(mark)
+
     decoded.pop(METADATA, None)
-    if any(header.count(key) != len(decoded) for key in (b'"dtype"', b'"shape"', b'"data_offsets"')):
+    if outside(b"{") != len(decoded) + 1 or outside(b"\\"):
+        return None
+    if any(outside(key) != len(decoded) for key in (b'"dtype"', b'"shape"', b'"data_offsets"')):
         return None
     for item in decoded.values():
         if item.shape is None or item.data_offsets is None or not item.dtype:
@@ -311,8 +325,9 @@ def _layout(
     if overlaps:
         claim = f"{len(overlaps)} tensor(s) of {file} share bytes with another"
         found.append(finding("overlap", claim, [file, *overlaps], measured=len(overlaps), bound=0))
-    if cursor > file_bytes or any(e.start > file_bytes for e in entries):
-        regular = complete and sound and not overlaps and not holes
+    furthest = max((e.start for e in entries), default=data_start)  # an empty tensor may lie beyond all others
+    if max(cursor, furthest) > file_bytes:
+        regular = complete and sound and not overlaps and not holes and furthest <= cursor
         found.append(_past_end(entries, file, file_bytes, cursor, regular))
     if not complete:
         return found

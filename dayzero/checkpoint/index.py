@@ -20,11 +20,13 @@ from dayzero.checkpoint.header import AGAIN, TensorEntry, finding, header_length
 from dayzero.checkpoint.source import Source, in_order
 from dayzero.errors import CheckpointError
 from dayzero.finding import Finding
+from dayzero.units import GIB
 
 Progress = Callable[[int, int], None]  # (shards read, shards in all)
 
 INDEX_SUFFIX = ".safetensors.index.json"
 PREFERRED_INDEX = "model" + INDEX_SUFFIX
+MAX_INDEX_BYTES = 1 * GIB  # half a million tensors need 55 MB
 SINGLE_FILE = "model.safetensors"
 NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 
@@ -80,6 +82,7 @@ def read_index(source: Source, progress: Progress | None = None) -> Index:
     got = _Gathered()
     claims = _read_claims(source, got.problems)
     shards = _choose_shards(source, claims, got.problems)
+    _report_not_files(source, claims, got.problems)
     heads = in_order([partial(_read_head, source, shard) for shard in shards], source.parallel_reads)
     for done, (shard, head) in enumerate(zip(shards, heads, strict=True), 1):
         _add_shard(got, shard, head, shards[shard], claims)
@@ -94,6 +97,14 @@ def read_index(source: Source, progress: Progress | None = None) -> Index:
     if claims is not None:
         _check_total(claims, total_bytes, got.problems)
     return Index(got.entries, shards, total_bytes, got.problems)
+
+
+def _report_not_files(source: Source, claims: _Claims | None, problems: list[Finding]) -> None:
+    """Shards and index files that are there by name only; without this a folder of them looks like one without any."""
+    for file, what in source.not_files.items():
+        wanted = file in claims.shards if claims is not None else file != "config.json" and "/" not in file
+        if wanted or file.endswith(INDEX_SUFFIX):
+            problems.append(finding("not_a_file", f"{file} is {what}, not a file of weights", [file]))
 
 
 def _read_head(source: Source, shard: str) -> bytes | Finding | CheckpointError:
@@ -195,6 +206,10 @@ def _read_claims(source: Source, problems: list[Finding]) -> _Claims | None:
         claim = f"{len(found)} index files; {file} counts, the others describe other copies of the weights"
         others = [other for other in found if other != file]
         problems.append(finding("other_index", claim, others, verdict="note", remedy="remove what is not meant"))
+    if source.size(file) > MAX_INDEX_BYTES:
+        claim = f"{file} has {source.size(file)} bytes, too many for an index file"
+        problems.append(finding("index_file", claim, [file], measured=source.size(file), bound=MAX_INDEX_BYTES))
+        return None
     try:
         raw = source.read(file, 0, source.size(file))
         content = msgspec.json.decode(raw, type=_IndexFile)

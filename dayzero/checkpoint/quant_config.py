@@ -73,6 +73,11 @@ class QuantTable:
             self._known[module] = self._formats[hit[0]] if hit else None
         return self._known[module] if role == "linear" else None
 
+    @property
+    def numbered(self) -> bool:
+        """Whether an entry's text holds a digit, so that two experts of one layer may be claimed differently."""
+        return any(char.isdigit() for entry in self._rules.entries for char in entry.text)
+
     def entries(self) -> list[tuple[str, str, int]]:
         """(entry as written, its key, number of distinct modules asked for that it hit), in the config's order."""
         return [(e.text, e.kind, n) for e, n in zip(self._rules.entries, self._rules.counts, strict=True)]
@@ -99,9 +104,8 @@ class _Keys:
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
         value = self.get(key, default)
-        if value not in allowed or isinstance(value, bool) is not any(
-            value is a for a in allowed if a in (True, False)
-        ):
+        # True equals 1 in Python; a config's 1 is not a true.
+        if not any(type(value) is type(a) and value == a for a in allowed):
             raise self.refusal(key, value, ", ".join(repr(a) for a in allowed))
         return value
 

@@ -49,9 +49,10 @@ class StoreSource(Source):
                     self._keep(chunk, sizes)
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             raise MachineError(f"{self.name} refuses these credentials; set the store's keys and try again.") from error
-        except (errors.NotFoundError, FileNotFoundError) as error:
-            raise UsageError(f"{self.name} does not exist; check bucket and prefix.") from error
         except (errors.BaseError, OSError) as error:
+            # Listing a bucket that is not there comes back as a general error with the store's own code in its text.
+            if isinstance(error, (errors.NotFoundError, FileNotFoundError)) or "NoSuchBucket" in str(error):
+                raise UsageError(f"{self.name} does not exist; check bucket and prefix.") from error
             raise MachineError(
                 f"{self.name} cannot be listed ({_first_line(error)}); check network, endpoint and credentials."
             ) from error
@@ -136,7 +137,7 @@ class HttpHubClient:
         self.name = name
         try:
             import huggingface_hub
-            from huggingface_hub import errors
+            from huggingface_hub import errors, utils
         except ImportError as error:
             raise MachineError(
                 f"{name} is no folder here, and reading it from the hub needs the package huggingface_hub; "
@@ -144,6 +145,7 @@ class HttpHubClient:
             ) from error
         self._hub = huggingface_hub
         self._errors = errors
+        self._utils = utils
         # The client has changed its HTTP library; the bases of its own error name the family in use. OSError covers
         # refused connections and the offline switch.
         self._network: tuple[type[BaseException], ...] = (*errors.HfHubHTTPError.__bases__, OSError)
@@ -173,12 +175,12 @@ class HttpHubClient:
         return str(info.sha), sizes, hashes, {s.rfilename: str(s.blob_id) for s in siblings}
 
     def read(self, repo: str, commit: str, file: str, start: int, length: int) -> bytes:
-        hub, errors = self._hub, self._errors
-        url = hub.hf_hub_url(repo, file, revision=commit)
-        headers = {**hub.utils.build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}"}
+        utils, errors = self._utils, self._errors
+        url = self._hub.hf_hub_url(repo, file, revision=commit)
+        headers = {**utils.build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}"}
         try:
-            with hub.utils.get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
-                hub.utils.hf_raise_for_status(response)
+            with utils.get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+                utils.hf_raise_for_status(response)
                 whole_file = start == 0 and response.headers.get("Content-Length") == str(length)
                 if response.status_code != 206 and not whole_file:
                     # Reading on would download the whole shard.

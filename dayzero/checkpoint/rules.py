@@ -8,10 +8,14 @@ the config alone, every tensor a checkpoint must hold. Templates carry ``{i}`` (
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 
+from dayzero.checkpoint.rule_names import check_names
 from dayzero.decl import Format, ParamDecl
+from dayzero.errors import ModelError
 
 Dim = int | str  # a size in the file, or "d0", "d1": that dimension of the parameter
 
@@ -91,7 +95,33 @@ class Ignore:
     draft: bool = False
 
 
-RuleLike = Rule | Split | Fuse | Narrow | Alias | Stored | Ignore
+@dataclass(frozen=True, slots=True)
+class Optional:
+    """A tensor that a complete checkpoint may lack; then every element of the parameter is ``fill``."""
+
+    tensor: str
+    param: str
+    fill: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """Ways to store the same parameters, the usual one first: a twin writes it. A checkpoint holds one of them."""
+
+    options: tuple[tuple[RuleLike, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Rules for the layers that also declare ``param``: for parameters that layers of two kinds both have."""
+
+    param: str
+    rules: tuple[RuleLike, ...]
+
+
+Filling = Rule | Split | Fuse | Narrow | Optional
+RuleLike = Filling | Either | Beside | Alias | Stored | Ignore
 
 
 def glob_match(pattern: str, name: str) -> bool:
@@ -172,16 +202,34 @@ class Group:
 class Expansion:
     """groups: what a complete checkpoint holds. without_rule: declared parameters no rule fills (a recipe's fault).
 
-    filled_twice: parameters two rules fill. aliases, stored, ignores: the rules that are no demands.
+    filled_twice: parameters two rules fill; used_twice: tensors two rules read. dead: rules for parameters that are not
+    declared, as ``tensor -> parameter``. aliases, stored, ignores: the rules that are no demands.
+    choices: for each ``Either``, the groups of its options; ``groups`` has those of the first.
     """
 
     groups: list[Group] = field(default_factory=list)
+    choices: list[tuple[list[Group], ...]] = field(default_factory=list)
     without_rule: list[str] = field(default_factory=list)
     filled_twice: list[str] = field(default_factory=list)
+    used_twice: list[str] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     stored: list[Stored] = field(default_factory=list)
     ignores: list[Ignore] = field(default_factory=list)
 
+    def choose(self, held: Callable[[Group], bool]) -> Expansion:
+        """With each choice made: the option of which most groups are held, the earlier one where equally many are."""
+        chosen = self
+        for options in self.choices:
+            best = max(options, key=lambda groups: sum(map(held, groups)))
+            if best is not options[0]:
+                dropped = {id(group) for group in options[0]}
+                groups = [g for g in chosen.groups if id(g) not in dropped] + best
+                chosen = replace(chosen, groups=groups)
+        return chosen
+
+
+_Decls = dict[str, dict[str | None, ParamDecl]]  # template -> layer number -> declaration
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
@@ -195,8 +243,11 @@ def _template(name: str) -> tuple[str, str | None]:
 
 
 def expand(decls: Iterable[ParamDecl], rules: Iterable[RuleLike]) -> Expansion:
-    """Join declared parameters with rules. Every parameter must be filled exactly once; what is not is reported."""
-    by_template: dict[str, dict[str | None, ParamDecl]] = {}
+    """Join declared parameters with rules. Every parameter must be filled exactly once; what is not is reported.
+
+    ModelError for a rule that could fill nothing as it is written.
+    """
+    by_template: _Decls = {}
     for decl in decls:
         template, number = _template(decl.name)
         by_template.setdefault(template, {})[number] = decl
@@ -210,17 +261,54 @@ def expand(decls: Iterable[ParamDecl], rules: Iterable[RuleLike]) -> Expansion:
         elif isinstance(rule, Ignore):
             out.ignores.append(rule)
         else:
-            for group in _groups(rule, by_template):
+            for group in _first_option(rule, by_template, out):
                 out.groups.append(group)
                 for target in group.targets:
                     filled.setdefault(target.decl.name, set()).add(position)
     names = [d.name for per in by_template.values() for d in per.values()]
+    for first, *others in out.choices:
+        for option in others:
+            # An option that fills less than the first would leave parameters unfilled once it is chosen.
+            for name in _filled_by(first) ^ _filled_by(option):
+                filled.pop(name, None)
     out.without_rule = [n for n in names if n not in filled]
     out.filled_twice = [n for n, by in filled.items() if len(by) > 1]
+    asked = Counter(group.name for group in out.groups)
+    out.used_twice = [name for name, count in asked.items() if count > 1]
     return out
 
 
-def _groups(rule: Rule | Split | Fuse | Narrow, by_template: dict[str, dict[str | None, ParamDecl]]) -> Iterator[Group]:
+def _first_option(rule: RuleLike, by_template: _Decls, out: Expansion) -> list[Group]:
+    """Groups of a rule; of an ``Either`` those of its first option, all options being noted in ``out``."""
+    if isinstance(rule, Filling):
+        tensors, params = _names_of(rule)
+        check_names(tensors, params, isinstance(rule, Fuse))
+        groups = list(_groups(rule, by_template))
+        if not groups:
+            out.dead.append(f"{', '.join(tensors)} -> {', '.join(params)}")
+        return groups
+    if isinstance(rule, Beside):
+        layers = by_template.get(rule.param, {})
+        here = {name: {n: d for n, d in per.items() if n in layers} for name, per in by_template.items()}
+        return [group for r in rule.rules for group in _first_option(r, here, out)]
+    if not isinstance(rule, Either):
+        raise ModelError(f"a recipe's rules hold a {type(rule).__name__} ({str(rule)[:80]}) where a rule must stand.")
+    options = [[g for r in rules for g in _first_option(r, by_template, out)] for rules in rule.options]
+    out.choices.append(tuple(options))
+    return options[0]
+
+
+def _names_of(rule: Filling) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(tensors, parameters) as the rule writes them."""
+    tensors = rule.tensors if isinstance(rule, Fuse) else (rule.tensor,)
+    return tensors, rule.params if isinstance(rule, Split) else (rule.param,)
+
+
+def _filled_by(groups: list[Group]) -> set[str]:
+    return {target.decl.name for group in groups for target in group.targets}
+
+
+def _groups(rule: Filling, by_template: _Decls) -> Iterator[Group]:
     params = rule.params if isinstance(rule, Split) else (rule.param,)
     stacked = params[0].endswith("[{e}]")
     bases = [p.removesuffix("[{e}]") for p in params]
@@ -240,11 +328,13 @@ def _groups(rule: Rule | Split | Fuse | Narrow, by_template: dict[str, dict[str 
 
 
 def _layout(
-    rule: Rule | Split | Narrow, decls: list[ParamDecl], shapes: list[tuple[int, ...]], stacked: bool
+    rule: Rule | Split | Narrow | Optional, decls: list[ParamDecl], shapes: list[tuple[int, ...]], stacked: bool
 ) -> tuple[tuple[int, ...], tuple[Target, ...]]:
-    if isinstance(rule, Rule):
+    if isinstance(rule, Rule | Optional):
         return shapes[0], (Target(decls[0], stacked),)
     if isinstance(rule, Narrow):
+        if rule.size < shapes[0][0]:
+            raise ModelError(f"{rule.tensor} of length {rule.size} is shorter than {rule.param}, of {shapes[0][0]}.")
         shape = (rule.size, *shapes[0][1:])
         return shape, (Target(decls[0], stacked, Slice(0, 0, shapes[0][0])),)
     dim, total, start, targets = rule.dim, sum(s[rule.dim] for s in shapes), 0, []
@@ -256,12 +346,16 @@ def _layout(
             start += shape[dim]
         targets.append(Target(decl, stacked, piece))
     whole = (*shapes[0][:dim], total, *shapes[0][dim + 1 :])
+    rest = {(*s[:dim], *s[dim + 1 :]) for s in shapes}
+    if len(rest) > 1 or (rule.interleaved and len({s[dim] for s in shapes}) > 1):
+        raise ModelError(f"{rule.tensor} cannot hold parameters of the shapes {shapes} along dimension {dim}.")
     return whole, tuple(targets)
 
 
 def _fuse(rule: Fuse, decl: ParamDecl, shape: tuple[int, ...], number: str | None) -> Iterator[Group]:
     parts = len(rule.tensors)
-    assert shape[rule.dim] % parts == 0, f"{decl.name}: {shape} does not divide into {parts} equal parts"
+    if shape[rule.dim] % parts:
+        raise ModelError(f"{decl.name} of shape {shape} does not divide into {parts} equal parts: {rule.tensors}.")
     size = shape[rule.dim] // parts
     part_shape = (*shape[: rule.dim], size, *shape[rule.dim + 1 :])
     for k, tensor in enumerate(rule.tensors):
@@ -270,8 +364,8 @@ def _fuse(rule: Fuse, decl: ParamDecl, shape: tuple[int, ...], number: str | Non
         yield Group(rule, name, None, part_shape, (part_shape,), (target,))
 
 
-def _plain_shapes(rule: Rule | Split | Narrow, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    if isinstance(rule, Narrow):
+def _plain_shapes(rule: Rule | Split | Narrow | Optional, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    if isinstance(rule, Narrow | Optional):
         return (shape,)
     if rule.transpose_plain:
         return ((*shape[:-2], shape[-1], shape[-2]),)
@@ -280,4 +374,7 @@ def _plain_shapes(rule: Rule | Split | Narrow, shape: tuple[int, ...]) -> tuple[
         forms += list(rule.also)
     if not forms:
         return (shape,)
-    return tuple(tuple(shape[int(d[1:])] if isinstance(d, str) else d for d in form) for form in forms)
+    made = tuple(tuple(shape[int(d[1:])] if isinstance(d, str) else d for d in form) for form in forms)
+    if any(prod(form) != prod(shape) for form in made):
+        raise ModelError(f"{rule.tensor}: the stored shape {made} is no other arrangement of {shape}.")
+    return made

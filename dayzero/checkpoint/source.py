@@ -6,6 +6,7 @@ that a local inspection needs no client library.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -26,6 +27,7 @@ T = TypeVar("T")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"})
 MAX_DEPTH = 4  # folders below the checkpoint's own; deeper is not part of a checkpoint, and ends loops of links
+MAX_TEXT_BYTES = 256 * MIB  # the largest tokenizer has a tenth of it
 MAX_SPAN_BYTES = 64 * MIB  # one merged read: bounds memory when many neighbouring ranges are asked for
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
@@ -37,6 +39,7 @@ class Source(ABC):
     name: what the user typed, for messages. config_only: a lone config.json, without shards. bytes_read, num_reads:
     what was asked of the medium so far, merged reads counted once; safe to read from any thread. parallel_reads: how
     many reads are worth having in flight. merge_gap_bytes: two ranges closer than this are cheaper as one read.
+    not_files: names with a file's ending that are listed but hold nothing to read, and what they are instead.
     """
 
     parallel_reads = 1
@@ -47,6 +50,7 @@ class Source(ABC):
         self.name = name
         self.bytes_read = 0
         self.num_reads = 0
+        self.not_files: dict[str, str] = {}
         self._sizes: dict[str, int] | None = None
         self._lock = Lock()
 
@@ -83,6 +87,8 @@ class Source(ABC):
         """Size in bytes as listed. CheckpointError when there is no such file."""
         size = self.files().get(file)
         if size is None:
+            if file in self.not_files:
+                raise CheckpointError(f"{file} of {self.name} is {self.not_files[file]}; download the file again.")
             raise CheckpointError(f"{self.name} has no file {file}; check the name, or download the file again.")
         return size
 
@@ -130,7 +136,9 @@ class Source(ABC):
         return results
 
     def text(self, file: str) -> str:
-        """The whole of a small file as UTF-8. CheckpointError when it is not UTF-8."""
+        """The whole of a small file as UTF-8. CheckpointError when it is not UTF-8, or above MAX_TEXT_BYTES."""
+        if self.size(file) > MAX_TEXT_BYTES:
+            raise CheckpointError(f"{file} of {self.name} has {self.size(file)} bytes, too many for a text file.")
         data = self.read(file, 0, self.size(file))
         try:
             return data.decode("utf-8")
@@ -158,9 +166,9 @@ class LocalSource(Source):
     def _list(self) -> dict[str, int]:
         if self._only is not None:
             return {self._only: os.stat(self.folder / self._only).st_size}
-        top = _list_folder(self.folder, 0)
+        top = _list_folder(self.folder, 0, self.not_files)
         # A mistyped path may be someone's home: look below only where a checkpoint is.
-        return _list_folder(self.folder, MAX_DEPTH) if any(is_marker(file) for file in top) else top
+        return _list_folder(self.folder, MAX_DEPTH, self.not_files) if any(is_marker(file) for file in top) else top
 
     def _fetch(self, file: str, start: int, length: int) -> bytes:
         with open(self.folder / file, "rb", buffering=0) as handle:
@@ -214,11 +222,11 @@ def open_source(where: str, *, allow_pickle: bool = False, store_options: Mappin
         return checked(StoreSource(where, store_options or {}), allow_pickle)
     if "://" in where:
         raise UsageError(f"{where} is no source dayzero can read; give a folder, s3://bucket/prefix or a hub id.")
-    path = Path(where).expanduser()
     try:
+        path = Path(where).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
-    except OSError as error:
-        raise UsageError(f"{where[:80]!r} cannot be opened: {error.strerror}.") from error
+    except (OSError, RuntimeError, ValueError) as error:  # no such user's home; a zero byte in the path
+        raise UsageError(f"{where[:80]!r} cannot be opened: {getattr(error, 'strerror', None) or error}") from error
     if is_folder:
         return checked(LocalSource(path, name=where), allow_pickle)
     if is_file:
@@ -281,8 +289,11 @@ def _other_weights(name: str, files: Sequence[str]) -> str | None:
     return None
 
 
-def _list_folder(root: Path, depth: int, prefix: str = "") -> dict[str, int]:
-    """Regular files below root, hidden folders left out; links are followed, dangling ones left out."""
+def _list_folder(root: Path, depth: int, not_files: dict[str, str], prefix: str = "") -> dict[str, int]:
+    """Regular files below root, hidden folders left out; links are followed.
+
+    What stands under a marker's name and is no regular file is added to ``not_files``.
+    """
     found: dict[str, int] = {}
     try:
         with os.scandir(root) as entries:
@@ -294,12 +305,18 @@ def _list_folder(root: Path, depth: int, prefix: str = "") -> dict[str, int]:
     for entry in ordered:
         try:
             info = entry.stat()
-        except OSError:  # a dangling link: what should be there is missed by name later
+        except OSError as error:
+            if is_marker(entry.name):
+                looped = error.errno == errno.ELOOP
+                not_files[prefix + entry.name] = "a link that leads to itself" if looped else "a link to nothing"
             continue
         if stat.S_ISREG(info.st_mode):
             found[prefix + entry.name] = info.st_size
-        elif stat.S_ISDIR(info.st_mode) and depth > 0 and not entry.name.startswith("."):
-            found |= _list_folder(Path(entry.path), depth - 1, f"{prefix}{entry.name}/")
+            continue
+        if is_marker(entry.name):
+            not_files[prefix + entry.name] = "a folder" if stat.S_ISDIR(info.st_mode) else "a device or a pipe"
+        if stat.S_ISDIR(info.st_mode) and depth > 0 and not entry.name.startswith("."):
+            found |= _list_folder(Path(entry.path), depth - 1, not_files, f"{prefix}{entry.name}/")
     return found
 
 

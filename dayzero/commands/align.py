@@ -30,12 +30,24 @@ class AlignArguments:
         bool, typer.Option("--allow-remote-code", help="Run the Python code that the checkpoint ships.")
     ] = False
     recipe: RecipeOption = None
-    tokens: Annotated[int | None, typer.Option(min=2, help="Length of the text that both sides read.")] = None
-    prompt: Annotated[str | None, typer.Option(help="The text itself.")] = None
+    tokens: Annotated[int | None, typer.Option(min=2, metavar="N", help="How many tokens both sides read.")] = None
+    token_ids: Annotated[
+        Path | None, typer.Option("--token-ids", metavar="FILE", help="Read the ids of this file, a JSON list.")
+    ] = None
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Read this text.")] = None
+    threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads of each process.")] = None
+    bindings: Annotated[
+        list[str] | None,
+        typer.Option("--bind", metavar="CONTRACT[@SITE]=VARIANT", help="Run this variant; may be repeated."),
+    ] = None
 
 
 def report_of(arguments: AlignArguments, console: Console) -> AlignReport:
-    from dayzero.acceptance.align import AlignOptions, align_source
+    from dayzero.ops.bind import load_entry_points, parse_bindings
+
+    bindings, catalog = parse_bindings(arguments.bindings or ()), load_entry_points()[0]
+    with console.progress("loading the libraries"):
+        from dayzero.acceptance.align import AlignOptions, align_source
 
     options = AlignOptions(
         oracle=arguments.oracle,
@@ -44,13 +56,20 @@ def report_of(arguments: AlignArguments, console: Console) -> AlignReport:
         allow_remote_code=arguments.allow_remote_code,
         recipe=None if arguments.recipe is None else str(arguments.recipe),
         num_tokens=arguments.tokens,
+        tokens=None if arguments.token_ids is None else str(arguments.token_ids),
         prompt=arguments.prompt,
+        threads=arguments.threads,
+        bindings=bindings,
+        catalog=catalog,
     )
     return align_source(arguments.source, options, progress=console.progress)
 
 
 def run(arguments: AlignArguments, console: Console) -> int:
-    """Run our forward and the oracle's over the same tokens; name the first module that diverges."""
+    """Compare our forward with an independent one.
+
+    Both sides read the same tokens, layer by layer; the first module that diverges is named.
+    """
     from dayzero.acceptance.align import show_align
 
     report = report_of(arguments, console)

@@ -12,7 +12,7 @@ from dayzero.commands.align import report_of as align_report
 from dayzero.commands.frame import exit_code
 from dayzero.commands.inspect import InspectOptions
 from dayzero.commands.inspect import report_of as inspect_report
-from dayzero.commands.plan import PlanOptions
+from dayzero.commands.plan import PlanArguments
 from dayzero.commands.plan import report_of as plan_report
 from dayzero.console import Console
 from dayzero.finding import Verdict
@@ -23,12 +23,15 @@ PROMPT = "What is the capital of France?"
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
     where: Annotated[bool, typer.Option("--where", help="Print the small model's folder and stop.")] = False
-    prompt: Annotated[str, typer.Option(help="The question to answer at the end.")] = PROMPT
-    tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The question to answer at the end.")] = PROMPT
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer, in tokens.")] = 64
 
 
 def run(options: DemoOptions, console: Console) -> int:
-    """Fetch a small real model, then inspect, plan, align, and answer one question on the CPU."""
+    """Run every step on a small real model.
+
+    It is fetched once, then inspected, planned, aligned with the publisher's code, and asked one question on the CPU.
+    """
     from dayzero.demo import demo_folder
 
     folder = str(demo_folder(console.progress))
@@ -40,27 +43,34 @@ def run(options: DemoOptions, console: Console) -> int:
 
 
 def _ladder(options: DemoOptions, folder: str, console: Console) -> int:
-    from dayzero.acceptance.align import show_align
-    from dayzero.acceptance.answer import stream_answer
-    from dayzero.planner.show import show_plan, show_report
+    from dayzero.ops.bind import load_entry_points
+    from dayzero.planner.plan_show import show_plan
+    from dayzero.planner.show import show_report
 
-    console.line(f"model: {folder}")
+    console.line(f"model: {folder}; four steps, a few minutes in all, most of it for step 3")
     console.line("\n1. inspect", "bold")
     inspected = inspect_report(InspectOptions(folder), console)
     show_report(inspected, console)
     console.line("\n2. plan on this CPU", "bold")
-    planned = plan_report(PlanOptions(folder, "cpu"), console)
+    planned = plan_report(PlanArguments(folder, "here"), console)
     show_plan(planned, console)
     console.line("\n3. align with the publisher's code", "bold")
     aligned = align_report(AlignArguments(folder), console)
+    from dayzero.acceptance.align import show_align
+    from dayzero.acceptance.answer import stream_answer
+
     show_align(aligned, console)
     verdicts: tuple[Verdict, ...] = (inspected.verdict, planned.verdict, aligned.verdict)
     console.line(f"\n4. answer: {options.prompt}", "bold")
-    pieces = []
-    for piece in stream_answer(folder, options.prompt, num_tokens=options.tokens):
+    stream = stream_answer(folder, options.prompt, num_tokens=options.tokens, catalog=load_entry_points()[0])
+    with console.progress("loading the weights, reading the question"):
+        pieces = [next(stream, "")]
+    console.stream(pieces[0])
+    for piece in stream:
         console.stream(piece)
         pieces.append(piece)
-    console.stream("\n")
+    said = zip(("inspect", "plan", "align"), verdicts, strict=True)
+    console.stream("\n\ndemo: " + ", ".join(f"{command} {verdict}" for command, verdict in said) + "\n")
     console.emit_json(
         {"folder": folder, "inspect": inspected, "plan": planned, "align": aligned, "answer": "".join(pieces)}
     )

@@ -1,13 +1,15 @@
 """How a command is put together: options from a dataclass, the shared flags, errors turned into exit codes.
 
 Exit codes: 0 passed, 1 the model or checkpoint failed a check, 2 the call was wrong, 3 this machine lacks something,
-70 a bug in dayzero itself (so that it is never taken for a verdict on a checkpoint), 130 interrupted.
+70 a bug in dayzero itself (so that it is never taken for a verdict on a checkpoint), 130 interrupted,
+141 the reader of the output went away before its end (``| head``).
 """
 
 from __future__ import annotations
 
 import errno
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,19 +28,24 @@ Options = TypeVar("Options")
 EXIT_FAILED_CHECK = 1
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+NO_MEMORY = "can't allocate memory"  # how the tensor library's allocator says it, in a RuntimeError
+LACKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE)
 EXTRA_OF_PACKAGE = {"transformers": "oracle", "huggingface_hub": "hub", "gguf": "demo"}
 
 SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
     "json_mode": (Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")], False),
     "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="Only the verdict and what failed.")], False),
-    "show_all": (Annotated[bool, typer.Option("--all", help="Show every evidence name, not eight.")], False),
+    "show_all": (Annotated[bool, typer.Option("--all", help="Cut nothing: every row, every name.")], False),
     "debug": (Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")], False),
 }
 
 RecipeOption = Annotated[
     Path | None, typer.Option("--recipe", metavar="FILE.py", help="Recipe of the family, given by path.")
 ]
-SourceArgument = Annotated[str, typer.Argument(help="Local directory, s3://bucket/prefix, or a hub id when online.")]
+SourceArgument = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="A folder, a config.json, s3://bucket/prefix, or a hub id when online.")
+]
 
 
 def register(app: typer.Typer, name: str, options_type: type[Options], run: Callable[[Options, Console], int]) -> None:
@@ -85,8 +92,9 @@ def guarded(work: Callable[[Console], int], console: Console, debug: bool = Fals
     except KeyboardInterrupt:
         console.problem("Interrupted", "interrupted", EXIT_INTERRUPTED)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        raise
+    except BrokenPipeError:  # caught here, as typer would exit with 1, which is a verdict
+        leave_stdout()
+        return EXIT_BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - the edge of the process: nothing above could tell a user more
         if debug:
             traceback.print_exc(file=sys.stderr)
@@ -99,6 +107,11 @@ def guarded(work: Callable[[Console], int], console: Console, debug: bool = Fals
         return EXIT_BUG
 
 
+def leave_stdout() -> None:
+    """Point stdout elsewhere, or the interpreter complains again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def as_user_error(error: Exception) -> UserError | None:
     """``error`` as something a user can mend, or None when it is a bug."""
     if isinstance(error, UserError):
@@ -107,11 +120,11 @@ def as_user_error(error: Exception) -> UserError | None:
         package = (error.name or "").partition(".")[0]
         extra = EXTRA_OF_PACKAGE.get(package)
         return MachineError(f"this command needs {package}: pip install 'dayzero[{extra}]'") if extra else None
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
         return MachineError("this machine ran out of memory; close other programs or use a larger machine")
-    if isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.filename}: {error.strerror}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE):
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in LACKS):
+        message = f"{'an output' if error.filename is None else error.filename}: {error.strerror}"
+        if error.errno in LACKS:
             return MachineError(f"{message}; free the resource and try again")
         return UsageError(f"{message}; check the path and its permissions")
     return None

@@ -12,7 +12,7 @@ from dayzero.commands.frame import RecipeOption, SourceArgument, exit_code
 from dayzero.console import Console
 
 if TYPE_CHECKING:
-    from dayzero.planner.inspect import Report
+    from dayzero.planner.inspect import InspectReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class InspectOptions:
     ] = None
 
 
-def report_of(options: InspectOptions, console: Console) -> Report:
+def report_of(options: InspectOptions, console: Console) -> InspectReport:
+    from dayzero.ops.bind import load_entry_points
     from dayzero.planner.inspect import inspect_source
 
     return inspect_source(
@@ -34,11 +35,15 @@ def report_of(options: InspectOptions, console: Console) -> Report:
         hash_manifest=None if options.hash_manifest is None else str(options.hash_manifest),
         verify_hash=options.verify_hash or options.hash_manifest is not None,
         progress=console.progress,
+        catalog=load_entry_points()[0],
     )
 
 
 def run(options: InspectOptions, console: Console) -> int:
-    """Read config, headers and tokenizer; say what the model is, and what is missing, unread or contradicting."""
+    """Give the verdict from config, headers and tokenizer.
+
+    Says what the model is, and what is missing, unread or contradicting. No weights are read, torch is not imported.
+    """
     from dayzero.planner.show import show_report
 
     report = report_of(options, console)

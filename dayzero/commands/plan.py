@@ -11,53 +11,66 @@ from dayzero.commands.frame import RecipeOption, SourceArgument, exit_code
 from dayzero.console import Console
 
 if TYPE_CHECKING:
-    from dayzero.planner.planner import PlanReport
-
-RanksOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Ranks of this mesh axis; chosen when left out.")
-]
+    from dayzero.planner.plan_report import PlanReport
 
 
 @dataclass(frozen=True, slots=True)
-class PlanOptions:
+class PlanArguments:
     source: SourceArgument
     hardware: Annotated[
         str,
-        typer.Option(metavar="NAME[xN]", help="h100, h200, b200, b300, mi355x, cpu, or a TOML file; xN for N of them."),
+        typer.Option(
+            metavar="NAME[xN]",
+            help="h100, h200, b200, b300, mi355x, cpu, here (this machine), or a TOML file; xN for N of them.",
+        ),
     ]
-    tp: RanksOption = None
-    ep: RanksOption = None
-    pp: RanksOption = None
-    cp: RanksOption = None
-    dp: RanksOption = None
+    tp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks.")] = None
+    ep: Annotated[int | None, typer.Option(min=1, metavar="N", help="Expert-parallel ranks.")] = None
+    pp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Pipeline stages.")] = None
+    cp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Context-parallel ranks.")] = None
+    dp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Data-parallel replicas.")] = None
     context_tokens: Annotated[
-        int | None, typer.Option("--context", min=1, metavar="N", help="Tokens a request must be able to hold.")
+        int | None,
+        typer.Option(
+            "--context",
+            min=1,
+            metavar="N",
+            help="Tokens that each request must be able to hold; left out, the trained context is aimed at.",
+        ),
     ] = None
-    concurrency: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests that must fit at once.")] = None
+    concurrency: Annotated[int, typer.Option(min=1, metavar="N", help="Requests to hold at once.")] = 1
+    cache: Annotated[str, typer.Option(metavar="bf16|fp8", help="How token records are kept.")] = "bf16"
     recipe: RecipeOption = None
 
 
-def report_of(options: PlanOptions, console: Console) -> PlanReport:
+def report_of(options: PlanArguments, console: Console) -> PlanReport:
+    from dayzero.hardware import load_hardware_entry_points
+    from dayzero.planner.plan_report import PlanOptions
     from dayzero.planner.planner import plan_source
 
-    return plan_source(
-        options.source,
+    wanted = PlanOptions(
         options.hardware,
         tp=options.tp,
         ep=options.ep,
         pp=options.pp,
         cp=options.cp,
         dp=options.dp,
-        context_tokens=options.context_tokens,
+        context=options.context_tokens,
         concurrency=options.concurrency,
+        cache=options.cache,
         recipe=None if options.recipe is None else str(options.recipe),
-        progress=console.progress,
+        known=load_hardware_entry_points(),
     )
+    return plan_source(options.source, wanted, console.progress)
 
 
-def run(options: PlanOptions, console: Console) -> int:
-    """Find a legal layout on the given hardware: bytes per rank, largest context, lower bounds for speed."""
-    from dayzero.planner.show import show_plan
+def run(options: PlanArguments, console: Console) -> int:
+    """Find the layouts that fit on given hardware.
+
+    Bytes per rank, largest context, lower bounds for speed; the sentence why for each layout that is not legal. Mesh
+    axes that are left out are tried in all sizes.
+    """
+    from dayzero.planner.plan_show import show_plan
 
     report = report_of(options, console)
     show_plan(report, console)

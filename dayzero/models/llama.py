@@ -10,7 +10,7 @@ from dayzero.arch.residuals import Plain
 from dayzero.arch.rope import Rope, read_rope
 from dayzero.arch.spec import LayerSpec, ModelSpec
 from dayzero.checkpoint.rules import Alias, Ignore, Rule
-from dayzero.models.common import read_stop_ids, read_tie, read_usual
+from dayzero.models.common import read_stop_ids, read_tie, read_usual, restates
 from dayzero.models.recipe import Oracle, Traits
 
 ARCHITECTURES = ("LlamaForCausalLM",)
@@ -21,19 +21,20 @@ TRAITS = Traits(
 ORACLE = Oracle("LlamaForCausalLM")
 TWIN = {
     "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
-    "num_hidden_layers": 4, "vocab_size": 520, "eos_token_id": 258, "bos_token_id": 257, "max_position_embeddings": 1024,
+    "num_hidden_layers": 4, "vocab_size": 520, "eos_token_id": 258, "bos_token_id": 257,
+    "max_position_embeddings": 1024,
 }  # fmt: skip
 
 
 def spec(raw: Raw) -> ModelSpec:
     dim, heads = raw.int("hidden_size", least=1), raw.int("num_attention_heads", least=1)
-    head_dim = raw.int_or_none("head_dim") or dim // heads
+    head_dim = raw.int_or_none("head_dim", least=2) or dim // heads
     positions = raw.int("max_position_embeddings", default=2048)
     rope = read_rope(raw, max_positions=positions, theta_default=10000.0)
     raw.one_of("hidden_act", allowed=("silu",), default="silu")
     norm = Norm(dim, raw.float("rms_norm_eps", default=1e-6))
     raw.one_of("mlp_bias", allowed=(False,), default=False)
-    raw.ignore("rope_interleaved", why="the released tensors are in half-split order")
+    restates(raw, "rope_interleaved", False)  # the other order is stored in other rows, which no rule here puts right
     bias = raw.bool("attention_bias", default=False)
     mixer = Attention(
         dim,

@@ -2,18 +2,25 @@
 
 A recipe module has ``ARCHITECTURES`` (names from config.json), ``TRAITS`` (keys that tell it from look-alikes),
 ``spec(raw) -> ModelSpec`` and ``RULES`` (or ``rules(spec)``). Optional: ``ORACLE`` (where the publisher's modules
-are in transformers), ``TWIN`` (sizes for a small twin, by config key), ``DRAFT`` notes.
+are in transformers), ``TWIN`` (sizes for a small twin, by config key, or a function that gives them for a config),
+``MODEL_TYPES`` (for configs without architectures, such as a bare text_config), ``DRAFT`` notes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dayzero.arch.raw import Raw
+from dayzero.arch.sound import unsound
 from dayzero.arch.spec import ModelSpec
-from dayzero.checkpoint.rules import RuleLike
+from dayzero.checkpoint.rules import Expansion, RuleLike, expand
+from dayzero.errors import ConfigError, ModelError, UserError
+from dayzero.extensions import IMPORT_ERRORS
+
+# What a recipe can come to when a config is not its own: wrong kinds, sizes that do not divide, lists too short.
+RECIPE_ERRORS = IMPORT_ERRORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,9 @@ class Oracle:
 
     class_name: the model class in transformers. layer, mixer, channel: module paths with ``{i}``; embed, final_norm,
     head likewise. router: module whose output holds expert ids, index: module that returns selected positions.
-    Both None where the family has none. file: a plain forward shipped under dayzero/oracles instead of a library.
+    Both None where the family has none. file: a plain forward instead of a library: a name under
+    dayzero/oracles, or the absolute path of one that another package ships.
+    class_of: architecture -> class, where one recipe covers several. mixer_of_kind: other paths by ``mixer.kind``.
     """
 
     class_name: str = ""
@@ -47,6 +56,11 @@ class Oracle:
     index: str | None = None
     mixer_of_kind: Mapping[str, str] = field(default_factory=dict)
     file: str | None = None
+    class_of: Mapping[str, str] = field(default_factory=dict)
+
+    def class_for(self, architectures: Iterable[str]) -> str:
+        """The model class for a config that names ``architectures``."""
+        return next((self.class_of[name] for name in architectures if name in self.class_of), self.class_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +74,35 @@ class Recipe:
     make_spec: Callable[[Raw], ModelSpec]
     make_rules: Callable[[ModelSpec], tuple[RuleLike, ...]]
     oracle: Oracle | None
-    twin: Mapping[str, Any]
+    twin: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    model_types: tuple[str, ...] = ()
+
+
+def read_spec(recipe: Recipe, raw: Raw) -> ModelSpec:
+    """The recipe's reading of a config. ConfigError when the recipe stops, or its numbers do not go together."""
+    try:
+        spec = recipe.make_spec(raw)
+        if not isinstance(spec, ModelSpec):
+            raise ConfigError(f"spec() of the recipe {recipe.name} gives a {type(spec).__name__}, not a ModelSpec.")
+        faults = unsound(spec)
+    except UserError:
+        raise
+    except (*RECIPE_ERRORS, SystemExit) as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ConfigError(f"config.json does not fit the recipe {recipe.name}: {reason}.") from error
+    if faults:
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise ConfigError(f"config.json describes no model that can run: {'; '.join(faults[:3])}{more}.")
+    return spec
+
+
+def read_rules(recipe: Recipe, spec: ModelSpec) -> tuple[tuple[RuleLike, ...], Expansion]:
+    """The recipe's rules, and what they ask of a checkpoint. ModelError when the recipe stops or a rule is none."""
+    try:
+        rules = recipe.make_rules(spec)
+        return rules, expand(spec.params(), rules)
+    except UserError:
+        raise
+    except (*RECIPE_ERRORS, SystemExit) as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ModelError(f"the rules of the recipe {recipe.name} do not work out: {reason}; mend RULES.") from error

@@ -6,39 +6,46 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dayzero.errors import UsageError
-from dayzero.models.recipe import Recipe, Traits
+from dayzero.extensions import IMPORT_ERRORS, MODELS, ask_point, load_point, points_of, said_of
+from dayzero.models.recipe import Oracle, Recipe, Traits
 
 BUILT_IN = ("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm5", "kimi_linear", "kimi_k3", "gpt_oss", "qwen3_5")
-ENTRY_POINTS = "dayzero.models"
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """recipe: the one that covers the config, None when none does. nearest: the most similar known family.
 
-    why: one sentence on how the decision came about. looks: further recipes whose traits fit as well.
+    why: one sentence on how the decision came about. given: the caller named the recipe.
     """
 
     recipe: Recipe | None
     nearest: Recipe | None
     why: str
+    given: bool = False
 
 
 def load_recipe(where: str) -> Recipe:
     """A recipe from a ``.py`` file path or a module name. Raises UsageError when it is no recipe."""
     if where.endswith(".py"):
         return _from_module(_module_from_path(where), where)
-    return _from_module(importlib.import_module(where), where)
+    try:
+        module = importlib.import_module(where)
+    except IMPORT_ERRORS as error:
+        raise UsageError(
+            f"recipe {where} is no .py file, and as a module it does not import: {type(error).__name__}: {error}."
+        ) from error
+    return _from_module(module, where)
 
 
 def _module_from_path(where: str) -> ModuleType:
@@ -55,7 +62,7 @@ def _module_from_path(where: str) -> ModuleType:
     sys.modules[name] = module
     try:
         made.loader.exec_module(module)
-    except (SyntaxError, ImportError, NameError, TypeError, ValueError, AttributeError) as error:
+    except (*IMPORT_ERRORS, SystemExit) as error:  # a script that ends the process must not end it as passed
         del sys.modules[name]
         raise UsageError(f"recipe {where} does not import: {type(error).__name__}: {error}.") from error
     return module
@@ -67,32 +74,55 @@ def _from_module(module: ModuleType, origin: str) -> Recipe:
         missing.append("RULES")
     if missing:
         raise UsageError(f"recipe {origin} has no {', '.join(missing)}; see docs/new-model.md for what a recipe holds.")
+    _check_kinds(module, origin)
     rules = getattr(module, "rules", None) or (lambda spec: module.RULES)
     return Recipe(
         name=getattr(module, "NAME", Path(origin).stem if origin.endswith(".py") else origin.rsplit(".", 1)[-1]),
         origin=origin,
         architectures=tuple(module.ARCHITECTURES),
-        traits=getattr(module, "TRAITS", Traits()),
+        traits=getattr(module, "TRAITS", None) or Traits(),
         make_spec=module.spec,
         make_rules=lambda spec: tuple(rules(spec)),
         oracle=getattr(module, "ORACLE", None),
         twin=getattr(module, "TWIN", {}),
+        model_types=tuple(getattr(module, "MODEL_TYPES", ())),
     )
 
 
+def _check_kinds(module: ModuleType, origin: str) -> None:
+    for name in ("ARCHITECTURES", "MODEL_TYPES"):
+        value = getattr(module, name, ())
+        if isinstance(value, str) or not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
+            raise UsageError(f"recipe {origin}: {name} must be a tuple of names, but is {value!r}.")
+    for name, kind in (("TRAITS", Traits), ("ORACLE", Oracle)):
+        value = getattr(module, name, None)
+        if value is not None and not isinstance(value, kind):
+            raise UsageError(f"recipe {origin}: {name} must be of the kind {kind.__name__}, but is {value!r}.")
+    twin = getattr(module, "TWIN", {})
+    if not isinstance(twin, Mapping) and not callable(twin):
+        raise UsageError(f"recipe {origin}: TWIN must give sizes by config key, or be a function, but is {twin!r}.")
+
+
 def recipes() -> list[Recipe]:
-    """Built-in recipes, then those of installed packages (entry points ``dayzero.models``)."""
-    out = [load_recipe(f"dayzero.models.{name}") for name in BUILT_IN]
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        out.append(load_recipe(point.value.split(":")[0]))
+    """Built-in recipes, then those of installed packages (entry points ``dayzero.models``, each a recipe module).
+
+    UsageError, naming the package, when one of theirs does not load or is no recipe.
+    """
+    places = [f"dayzero.models.{name}" for name in BUILT_IN]
+    out = [_from_module(importlib.import_module(place), place) for place in places]
+    for point in points_of(MODELS):
+        module = load_point(point)
+        if not isinstance(module, ModuleType):
+            raise UsageError(f"{said_of(point)} names no module; a recipe is a module, so leave out what follows ':'.")
+        out.append(ask_point(point, partial(_from_module, module, module.__name__)))
     return out
 
 
 def find(config: Mapping[str, Any], recipe: str | None = None) -> Match:
-    """The recipe for a parsed config.json. ``recipe``: a path or module that the caller names; then traits still count."""
+    """The recipe for a parsed config.json. recipe: a path or module that the caller names; it is taken as it is."""
     if recipe is not None:
         given = load_recipe(recipe)
-        return Match(given, None, f"recipe given: {recipe}")
+        return Match(given, None, f"recipe given: {recipe}", given=True)
     known = recipes()
     declared = _architectures(config)
     fitting = [r for r in known if not trait_faults(r.traits, config)]
@@ -100,6 +130,12 @@ def find(config: Mapping[str, Any], recipe: str | None = None) -> Match:
     if named:
         best = max(named, key=lambda r: len(r.traits.needs) + len(r.traits.lacks))
         return Match(best, None, f"architecture {sorted(declared)[0]} with the traits of {best.name}")
+    # A text_config on its own often names no architecture; then its model_type may, and the traits still count.
+    typed = [r for r in fitting if config.get("model_type") in r.model_types] if not declared else []
+    if typed:
+        return Match(
+            typed[0], None, f"no architectures; model_type {config['model_type']} with the traits of {typed[0].name}"
+        )
     nearest = max(known, key=lambda r: likeness(r, config))
     alike = [r for r in known if set(r.architectures) & declared]
     if alike:

@@ -17,7 +17,7 @@ from dayzero.ops.bounds import ATTENTION, ELEMENTWISE
 from dayzero.ops.contract import contract
 
 TRAITS = {
-    "window": (None, "int"), "sinks": (False, True), "softcap": (None, "float"), "value_width": ("same", "other"),
+    "window": (False, True, "int"), "sinks": (False, True), "softcap": (False, True), "value_width": ("same", "other"),
     "grouped": (False, True),
 }  # fmt: skip
 NEGATIVE_INFINITY = float("-inf")

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from functools import partial
+from importlib.metadata import EntryPoint
 from typing import Any
 
+from dayzero.decl import OpUse
 from dayzero.errors import MachineError, UsageError
+from dayzero.extensions import OPERATORS, ask_point, load_point, points_of, said_of
 from dayzero.ops.catalog import CATALOG, REFERENCE, Catalog, Line, lacking
 from dayzero.ops.contract import Contract
-
-ENTRY_POINT_GROUP = "dayzero.operators"
 
 
 def bind(
@@ -84,6 +85,42 @@ def check_bindings(bindings: Mapping[str, str], uses: Iterable[tuple[str, str]],
         chosen(*keys[key], bindings, catalog)
 
 
+def bound_uses(bindings: Mapping[str, str], uses: Iterable[OpUse], catalog: Catalog = CATALOG) -> dict[str, str]:
+    """``contract@site`` -> variant for every use that ``bindings`` moves off the reference.
+
+    UsageError when a binding meets no use, names no variant, or names one that lacks an option its site needs.
+    """
+    known = list(uses)
+    check_bindings(bindings, ((use.contract, use.site) for use in known), catalog)
+    out = {}
+    for use in known:
+        line = chosen(use.contract, use.site, bindings, catalog)
+        if line.variant == REFERENCE:
+            continue
+        missing = lacking(line, dict(use.traits))
+        if missing:
+            raise UsageError(f"{use.site}: variant {line.variant!r} does not fit: {'; '.join(missing)}")
+        out[f"{use.contract}@{use.site}"] = line.variant
+    return out
+
+
+def parse_bindings(given: Iterable[str]) -> dict[str, str]:
+    """``attention.causal@layers.3.mixer.attend=tiled`` -> {"attention.causal@layers.3.mixer.attend": "tiled"}.
+
+    UsageError for what has another form, and for two bindings of the same place.
+    """
+    out: dict[str, str] = {}
+    for text in given:
+        key, equals, variant = text.partition("=")
+        contract, at, site = key.partition("@")
+        if not (equals and contract and variant) or (at and not site):
+            raise UsageError(f"--bind {text}: give CONTRACT=VARIANT, or CONTRACT@SITE=VARIANT for one site.")
+        if key in out:
+            raise UsageError(f"--bind {text}: {key} is bound to {out[key]!r} already; give one of them.")
+        out[key] = variant
+    return out
+
+
 def load_entry_points(
     catalog: Catalog = CATALOG, found: Iterable[EntryPoint] | None = None
 ) -> tuple[Catalog, tuple[str, ...]]:
@@ -94,14 +131,11 @@ def load_entry_points(
     the result on to ``bind``; nothing global changes. Raises UsageError, naming the package, if one cannot be loaded.
     """
     grown, loaded = catalog.copy(), []
-    for point in found if found is not None else entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            target = point.load()
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"operator package {point.name!r} ({point.value}) cannot be loaded: {error}") from error
+    for point in points_of(OPERATORS) if found is None else found:
+        target = load_point(point)
         register = target if callable(target) else getattr(target, "register", None)
         if not callable(register):
-            raise UsageError(f"operator package {point.name!r} ({point.value}) has no register(catalog)")
-        register(grown)
+            raise UsageError(f"{said_of(point)} has no register(catalog).")
+        ask_point(point, partial(register, grown))
         loaded.append(f"{point.name} = {point.value}")
     return grown, tuple(loaded)

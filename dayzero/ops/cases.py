@@ -192,18 +192,24 @@ def _greedy() -> tuple[Case, ...]:
 def traits_of(inputs: dict[str, Any]) -> dict[str, object]:
     """The options that a case's inputs use and that a variant may lack, as the catalog names them."""
     found: dict[str, object] = {}
-    for argument, option in (("sinks_H", "sinks"), ("biases", "biases"), ("allowed_TA", "indexed")):
+    for argument, option in (("sinks_H", "sinks"), ("biases", "bias"), ("allowed_TA", "index")):
         if inputs.get(argument) is not None:
             found[option] = True
     for option in ("window", "softcap"):
-        if isinstance(inputs.get(option), int | float) and "scores_TL" not in inputs:
-            found[option] = inputs[option]
+        if inputs.get(option) is not None and "scores_TL" not in inputs:
+            found[option] = True
     return found
 
 
 CASES: dict[str, tuple[Case, ...]] = {
     **{kind: _norms(kind) for kind in ("norm.rms", "norm.layer", "norm.rms_gated", "norm.l2")},
     "rope.apply": _rope(),
+    "embed.lookup": (
+        _case(
+            "repeated and last", lambda r: {"ids_T": torch.tensor([6, 0, 6, 3]), "table_VH": strided(r.normal(7, 5))}
+        ),
+        _case("no tokens", lambda r: {"ids_T": r.integers(0, 7, 0), "table_VH": r.normal(7, 5, dtype=BF16)}),
+    ),
     "linear.matmul": _linear(False),
     "linear.matmul_f32": _linear(False),
     "linear.grouped": _linear(True),

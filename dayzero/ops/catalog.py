@@ -1,7 +1,8 @@
 """Every operator variant there is, one line each, the references included. No torch: the planner reads this.
 
 ``traits`` of a line: option -> values it supports. Among the values "int" and "float" stand for any such number; all
-others are meant literally. An option that a line does not name is one it does not have.
+others are meant literally. An option that a line does not name is one it does not have. Options are named as the
+specs in ``arch`` name what they are, which need not be an argument: ``index`` is True where an index list is passed.
 """
 
 from __future__ import annotations
@@ -98,13 +99,14 @@ def lacking(line: Line, traits: Mapping[str, object]) -> list[str]:
 
 _DECAY: Traits = {"decay": ("channel", "head")}
 _DELTA: Traits = {**_DECAY, "grouped": (False, True)}
+_YES_OR_WIDTH: tuple[object, ...] = (False, True, "int")  # whether there is one, or its width in tokens
 _GLU_KINDS = ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ")
 _SPARSE: Traits = {
-    "sinks": (False, True), "softcap": (None, "float"), "value_width": ("same", "other"), "grouped": (False, True),
+    "sinks": (False, True), "softcap": (False, True), "value_width": ("same", "other"), "grouped": (False, True),
 }  # fmt: skip
-_CAUSAL: Traits = {"window": (None, "int"), **_SPARSE}
+_CAUSAL: Traits = {"window": _YES_OR_WIDTH, **_SPARSE}
 _LATENT: Traits = {
-    "window": (None, "int"), "sinks": (False, True), "indexed": (False, True), "shared_key": (True, False),
+    "window": _YES_OR_WIDTH, "sinks": (False, True), "index": (False, True), "shared_key": (True, False),
 }  # fmt: skip
 _BIAS: Traits = {"bias": (False, True)}
 
@@ -118,8 +120,12 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "norm.l2": ("norm:l2", {}),
     "rope.apply": (
         "rope:apply",
-        {"style": ("half", "interleaved"), "part": ("first", "last"), "mrope": (False, True), "inverse": (False, True)},
+        {
+            "style": ("half", "interleaved"), "place": ("first", "last"), "mrope": (False, True),
+            "inverse": (False, True),
+        },
     ),
+    "embed.lookup": ("embed:lookup", {}),
     "linear.matmul": ("linear:matmul", _BIAS),
     "linear.matmul_f32": ("linear:matmul_f32", _BIAS),
     "linear.grouped": ("linear:grouped", {}),
@@ -145,11 +151,11 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "moe.route": (
         "moe:route",
         {
-            "score": ("sigmoid", "softmax", "softmax_topk"), "bias": (False, True), "groups": (False, True),
+            "score": ("sigmoid", "softmax", "softmax_topk"), "bias": (None, "select", "logit"), "groups": (False, True),
             "renormalise": (False, True),
         },
     ),
-    "moe.experts": ("moe:experts", {"kind": _GLU_KINDS, "biases": (False, True), "activation": ("bf16",)}),
+    "moe.experts": ("moe:experts", {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)}),
     "residual.add": ("residual:add", {}),
     "residual.attn_mix": ("residual:attn_mix", {}),
     "residual.streams_enter": ("residual:streams_enter", {}),
@@ -162,13 +168,14 @@ _VARIANTS = (
     Line("attention.causal", "tiled", "any", (), "dayzero.ops.attention:causal_tiled", _CAUSAL),
     Line("attention.sparse", "gather", "any", (), "dayzero.ops.attention:sparse_gather", _SPARSE),
     Line("linear.matmul", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul", _BIAS),
+    Line("linear.matmul_f32", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul_f32", _BIAS),
     Line(
         "attention.causal", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_causal",
-        {**_CAUSAL, "sinks": (False,), "softcap": (None,)},
+        {**_CAUSAL, "sinks": (False,), "softcap": (False,)},
     ),
     Line(
         "moe.experts", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:moe_experts",
-        {"kind": _GLU_KINDS, "biases": (False, True), "activation": ("bf16",)},
+        {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)},
     ),
 )  # fmt: skip
 

@@ -16,7 +16,9 @@ from dayzero.ops.attention import NEGATIVE_INFINITY, listed, softmax_f64, visibl
 from dayzero.ops.bounds import ATTENTION, EXACT, MATMUL
 from dayzero.ops.contract import contract
 
-TRAITS = {"window": (None, "int"), "sinks": (False, True), "indexed": (False, True), "shared_key": (True, False)}
+TRAITS = {
+    "window": (False, True, "int"), "sinks": (False, True), "index": (False, True), "shared_key": (True, False),
+}  # fmt: skip
 _QUERIES_AT_ONCE = 16  # bounds the gathered rows [queries, A, C]
 
 

@@ -31,7 +31,7 @@ def _best(values: Tensor, count: int) -> Tensor:
 @contract(
     "moe.route",
     bound=ELEMENTWISE,
-    traits={"score": SCORES, "bias": (False, True), "groups": (False, True), "renormalise": (False, True)},
+    traits={"score": SCORES, "bias": (None, "select", "logit"), "groups": (False, True), "renormalise": (False, True)},
 )
 def route(
     logits_TE: Tensor,
@@ -47,7 +47,8 @@ def route(
     """(ids [T, N] int64, best first; weights [T, N] f32). logits and bias must be f32.
 
     score ``sigmoid`` or ``softmax`` (over all experts): choose by score + bias, weigh by the score without the bias.
-    ``softmax_topk`` (gpt-oss): choose by logit, weigh by a softmax over the chosen; renormalise does not apply.
+    ``softmax_topk`` (gpt-oss): choose by logit, weigh by a softmax over the chosen; renormalise does not apply. A bias
+    on the logits (trait bias = ``logit``) is the router's linear's; the bias here only selects.
     groups = (number of groups, groups kept): a group's score is the sum of its two best biased scores; experts of
     other groups are -inf. renormalise: weights / (sum + eps), then times scale. Ties go to the lower id.
     """
@@ -75,7 +76,7 @@ def route(
     return ids_TN, weights_TN * scale
 
 
-@contract("moe.experts", bound=EXPERTS, traits={"kind": KINDS, "biases": (False, True), "activation": ("bf16",)})
+@contract("moe.experts", bound=EXPERTS, traits={"act": KINDS, "bias": (False, True), "activation": ("bf16",)})
 def experts(
     x_TD: Tensor,
     ids_TN: Tensor,
@@ -90,7 +91,8 @@ def experts(
 
     activation: keyword arguments of ``activation.glu``, e.g. {"kind": "silu"}. biases: (gate [E, I], up [E, I],
     down [E, D]). Each projection is rounded to x's dtype; the weight is applied after down; the sum runs in f32 in
-    ascending expert id. An id of -1 is no expert.
+    ascending expert id. An id of -1 is no expert. The three matrices are only indexed by expert, each once, so they may
+    be anything that gives an expert's matrix by its number.
     """
     sum_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     for expert in ids_TN.unique().tolist():

@@ -165,7 +165,7 @@ def _pair_products(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]
     for some in torch.arange(k.shape[0]).split(heads_at_once):
         heads = slice(int(some[0]), int(some[-1]) + 1)
         difference = total[heads, :, None] - total[heads, None]
-        # Pairs of an earlier with a later token would be positive; they are cut off by tril afterwards.
+        # Only pairs that tril cuts off afterwards have a positive exponent; clamped so that no infinity arises.
         decay = difference.clamp(max=0).exp()
         kept = k[heads, None] * decay
         pairs_k.append((k[heads, :, None] * kept).sum(-1))

@@ -34,7 +34,7 @@ def angles(positions: Tensor, inv_freq_F: Tensor, sections: tuple[int, int, int]
     "rope.apply",
     bound=ELEMENTWISE,
     traits={
-        "style": ("half", "interleaved"), "part": ("first", "last"), "mrope": (False, True), "inverse": (False, True),
+        "style": ("half", "interleaved"), "place": ("first", "last"), "mrope": (False, True), "inverse": (False, True),
     },
 )  # fmt: skip
 def apply(

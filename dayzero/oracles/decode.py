@@ -86,26 +86,32 @@ class Reader:
         stem = name.removesuffix("weight") if name.endswith(".weight") else name + "_"
         if name + "_blocks" in have:
             blocks = self.raw(name + "_blocks")
-            return _grouped(_e2m1(blocks.flatten(-2)), _scales(self.raw(name + "_scales")), None, dtype)
+            return _grouped(_e2m1(blocks.flatten(-2)), self._scale(name + "_scales"), None, dtype)
         if name + "_packed" in have:
             return self._packed(name, dtype)
         if name not in have:
             raise KeyError(f"{name}: neither the tensor nor a packed form of it is in {self.folder}")
         if name + "_scale_2" in have:
             whole = self.raw(name + "_scale_2").double()
-            return _grouped(_e2m1(self.raw(name)), _scales(self.raw(name + "_scale")), whole, dtype)
+            return _grouped(_e2m1(self.raw(name)), self._scale(name + "_scale"), whole, dtype)
         code = have[name].code
         scale = next((s for s in (name + "_scale_inv", name + "_scale", stem + "scale") if s in have), None)
         if code == "F8_E4M3" and scale is not None:
-            return _blocked(self.raw(name), _scales(self.raw(scale)), self.block, dtype)
+            return _blocked(self.raw(name), self._scale(scale), self.block, dtype)
         if code in ("I8", "U8") and scale is not None:
-            return _grouped(_e2m1(self.raw(name)), _scales(self.raw(scale)), None, dtype)
+            return _grouped(_e2m1(self.raw(name)), self._scale(scale), None, dtype)
         if not code.startswith(("F32", "F16", "BF16", "F64")):
             raise KeyError(f"{name} is stored as {code}, and no scale tensor stands beside it")
         return self.raw(name).to(dtype)
 
+    def _scale(self, name: str) -> Tensor:
+        try:
+            return _scales(self.raw(name))
+        except ValueError as error:
+            raise ValueError(f"{name} in {self.places[name].file.name}: {error}") from error
+
     def _packed(self, name: str, dtype: torch.dtype) -> Tensor:
-        packed, scale = self.raw(name + "_packed"), _scales(self.raw(name + "_scale"))
+        packed, scale = self.raw(name + "_packed"), self._scale(name + "_scale")
         if packed.dtype == torch.int32:
             shape = tuple(self.raw(name + "_shape").tolist())
             return _grouped(_int4(packed)[..., : shape[-1]], scale, None, dtype)
@@ -195,7 +201,7 @@ def _e2m1(packed: Tensor) -> Codes:
     code = np.empty((*byte.shape[:-1], byte.shape[-1] * 2), dtype=np.uint8)
     code[..., 0::2], code[..., 1::2] = byte & 15, byte >> 4
     exponent, mantissa = (code >> 1) & 3, code & 1
-    doubled = np.where(exponent == 0, mantissa, (2 + mantissa) << np.maximum(exponent, 1) >> 1).astype(np.int8)
+    doubled = np.where(exponent == 0, mantissa, (2 + mantissa) << exponent >> 1).astype(np.int8)
     return np.where(code & 8, np.where(doubled == 0, np.int8(-128), -doubled), doubled).astype(np.int8)
 
 

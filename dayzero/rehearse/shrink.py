@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dayzero.arch.mixers import MLA, Mixer
 from dayzero.arch.spec import ModelSpec
 from dayzero.errors import ModelError, UsageError
 
@@ -36,9 +37,15 @@ def shrink(config: Mapping[str, Any], twin: Twin, *, keep_vocab: bool, changes: 
     out: dict[str, Any] = copy.deepcopy(dict(config))
     sizes = twin(config) if callable(twin) else twin
     for key, value in (sizes or USUAL).items():
-        if keep_vocab and key.rsplit(".", 1)[-1] in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id"):
+        if keep_vocab and (key == "vocab_size" or key.endswith("_token_id")):
             continue
         _put(out, key, value, create=bool(sizes))
+    return apply_changes(out, changes)
+
+
+def apply_changes(config: Mapping[str, Any], changes: Overrides) -> dict[str, Any]:
+    """A copy of ``config`` with the caller's keys changed; UsageError for a key that it does not have."""
+    out: dict[str, Any] = copy.deepcopy(dict(config))
     for key, value in changes.items():
         if not _put(out, key, value, create=False):
             raise UsageError(f"--set {key}: the twin's config has no such key.")
@@ -86,7 +93,14 @@ def _records(spec: ModelSpec) -> set[str]:
 
 
 def _kinds(spec: ModelSpec) -> set[str]:
-    return {f"{layer.mixer.kind} + {layer.channel.kind} + {layer.residual.kind}" for layer in spec.layers}
+    return {f"{_mixer_kind(layer.mixer)} + {layer.channel.kind} + {layer.residual.kind}" for layer in spec.layers}
+
+
+def _mixer_kind(mixer: Mixer) -> str:
+    """A layer that reuses another's index runs other code than one that owns it, and uses fewer operators, not more."""
+    if isinstance(mixer, MLA) and mixer.index is not None:
+        return f"{mixer.kind} with {'a shared' if mixer.index.shared else 'an'} index"
+    return mixer.kind
 
 
 def refuse_lost(real: ModelSpec, twin: ModelSpec) -> None:

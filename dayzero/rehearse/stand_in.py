@@ -31,7 +31,7 @@ def write_stand_in(folder: Path, vocab: int, stop_ids: Iterable[int]) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     special = [w for w, i in words.items() if i >= len(alphabet)]
     tokenizer.add_special_tokens([AddedToken(w, special=True) for w in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": TEMPLATE,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,25 +18,22 @@ from typing import Any
 import dayzero
 from dayzero.arch.cost import total_params
 from dayzero.arch.raw import Raw
-from dayzero.arch.spec import ModelSpec
+from dayzero.checkpoint.config_json import check_sizes
 from dayzero.checkpoint.coverage import expected_parts
-from dayzero.checkpoint.quant_config import QuantTable, find_quant_config, resolve
-from dayzero.checkpoint.rules import Expansion, Group, expand
+from dayzero.checkpoint.rules import Group
 from dayzero.checkpoint.source import Source, open_source
 from dayzero.checkpoint.write import ShardTensor, split_shards, write_index, write_shard, write_sparse_shard
-from dayzero.decl import BF16, FORMATS, Format
-from dayzero.errors import ConfigError, ModelError, UsageError
-from dayzero.models.recipe import Recipe
-from dayzero.models.registry import find
-from dayzero.rehearse.shrink import refuse_lost, shrink
+from dayzero.console import ProgressFactory, no_progress
+from dayzero.decl import Format
+from dayzero.errors import UsageError
+from dayzero.models.blueprint import Blueprint, blueprint, read_config, require_recipe
+from dayzero.models.recipe import Recipe, read_spec
+from dayzero.rehearse.shrink import apply_changes, refuse_lost, shrink
 from dayzero.rehearse.stand_in import FILES, write_stand_in
 
 MARK = "dayzero_twin.json"
 SHARD_BYTES = 16_400_000_000  # a paper twin's shards are about as large as the ones publishers upload
 TWIN_SHARD_BYTES = 512 << 20
-PLAIN = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "auto": "bf16"}
-
-ProgressFactory = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -67,42 +65,8 @@ class Twin:
         return {key: getattr(self, key) for key in keys}
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """Everything a twin follows from: its config, spec, the tensors it must hold and how they are stored."""
-
-    config: dict[str, Any]
-    spec: ModelSpec
-    expansion: Expansion
-    quant: QuantTable
-    plain: Format
-
-
-def read_config(source: Source) -> dict[str, Any]:
-    """config.json of a source as a dict; ConfigError in one sentence when it is not one."""
-    try:
-        config = json.loads(source.text("config.json"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"config.json of {source.name} is not JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"config.json of {source.name} must hold an object, not {type(config).__name__}.")
-    return config
-
-
-def blueprint(config: dict[str, Any], recipe: Recipe) -> Blueprint:
-    """Spec, expected tensors and formats of ``config``. ModelError when the recipe leaves a parameter without a rule."""
-    spec = recipe.make_spec(Raw(config))
-    expansion = expand(spec.params(), recipe.make_rules(spec))
-    if expansion.without_rule or expansion.filled_twice:
-        names = (expansion.without_rule + expansion.filled_twice)[:6]
-        raise ModelError(f"recipe {recipe.origin} fills these parameters never or twice: {', '.join(names)}.")
-    where, claim = find_quant_config(config) or ("quantization_config", None)
-    dtype = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
-    return Blueprint(config, spec, expansion, resolve(claim, where), FORMATS[PLAIN.get(str(dtype), "bf16")])
-
-
 def write_twin(
-    source: str, out: str, options: TwinOptions = TwinOptions(), progress: ProgressFactory | None = None
+    source: str, out: str, options: TwinOptions = TwinOptions(), progress: ProgressFactory = no_progress
 ) -> Twin:
     """Write a twin of ``source`` (a checkpoint or a config.json) into the new folder ``out``.
 
@@ -110,42 +74,43 @@ def write_twin(
     Nothing is left behind on failure: the folder appears under its name only when complete.
     """
     target = Path(out)
-    if target.exists():
-        raise UsageError(f"{out} exists already; give a new folder, a twin never overwrites one.")
+    _refuse_existing(target, out)
     opened = open_source(source)
     config = read_config(opened)
-    recipe = _recipe(config, options.recipe)
+    recipe = require_recipe(config, options.recipe)
     small = _twin_config(config, opened, recipe, options)
     plan = blueprint(small, recipe)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    # A name of its own: two runs to one place must not write into, or remove, each other's files.
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
     try:
         partial.mkdir(parents=True)
         made = _write_all(partial, opened, plan, recipe, options, progress)
-        os.replace(partial, target)
+        _refuse_existing(target, out)
+        os.rename(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Twin(out, recipe.name, options.paper, *made, total_params(plan.spec), small)
 
 
-def _recipe(config: dict[str, Any], given: str | None) -> Recipe:
-    match = find(config, given)
-    if match.recipe is None:
-        raise ModelError(f"{match.why}; write a recipe (docs/new-model.md) and pass it with --recipe.")
-    return match.recipe
+def _refuse_existing(target: Path, out: str) -> None:
+    if target.exists() or target.is_symlink():
+        raise UsageError(f"{out} exists already; give a new folder, a twin never overwrites one.")
 
 
 def _twin_config(config: dict[str, Any], source: Source, recipe: Recipe, options: TwinOptions) -> dict[str, Any]:
     if options.paper:
-        return shrink(config, lambda _: {"": None}, keep_vocab=True, changes=options.changes) if options.changes else config
+        changed = apply_changes(config, options.changes)
+        check_sizes(changed, "the paper twin's config.json")
+        return changed
     keep_vocab = not source.config_only and source.exists("tokenizer.json")
     small = shrink(config, recipe.twin, keep_vocab=keep_vocab, changes=options.changes)
-    refuse_lost(recipe.make_spec(Raw(config)), recipe.make_spec(Raw(small)))
+    check_sizes(small, "the twin's config.json")
+    refuse_lost(read_spec(recipe, Raw(config)), read_spec(recipe, Raw(small)))
     return small
 
 
 def _write_all(
-    folder: Path, source: Source, plan: Blueprint, recipe: Recipe, options: TwinOptions, progress: ProgressFactory | None
+    folder: Path, source: Source, plan: Blueprint, recipe: Recipe, options: TwinOptions, progress: ProgressFactory
 ) -> tuple[int, int, int]:
     _write_json(folder / "config.json", plan.config)
     _copy_or_make_tokenizer(folder, source, plan)
@@ -178,7 +143,7 @@ def _copy_or_make_tokenizer(folder: Path, source: Source, plan: Blueprint) -> No
 
 
 def _write_weights(
-    folder: Path, plan: Blueprint, options: TwinOptions, progress: ProgressFactory | None
+    folder: Path, plan: Blueprint, options: TwinOptions, progress: ProgressFactory
 ) -> tuple[int, int, int]:
     tensors = [
         ShardTensor(part.name, part.dtype[0], shape)
@@ -191,8 +156,8 @@ def _write_weights(
     shards = split_shards(tensors, min(wanted, len(tensors)), total)
     named = [(_shard_name(i, len(shards)), shard) for i, shard in enumerate(shards)]
     draw = None if options.paper else _Values(plan, options.seed)
-    bar = progress("writing the paper twin" if options.paper else "writing the twin", total, "B") if progress else None
-    with bar if bar is not None else _NoBar() as shown:
+    label = "writing the paper twin" if options.paper else "writing the twin"
+    with progress(label, total, "B") as shown:
         for file, shard in named:
             if draw is None:
                 write_sparse_shard(folder / file, shard)
@@ -210,19 +175,8 @@ def _shard_name(number: int, num_shards: int) -> str:
     return f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
 
 
-class _NoBar:
-    def __enter__(self) -> _NoBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def advance(self, count: float = 1) -> None:
-        pass
-
-
 class _Values:
-    """Bytes of each physical tensor, made when its shard is written. Keeps the parts of one logical tensor at a time."""
+    """Bytes of each physical tensor, made when its shard is written; keeps the parts of one logical tensor."""
 
     def __init__(self, plan: Blueprint, seed: int) -> None:
         self._seed = seed
@@ -250,7 +204,7 @@ class _Values:
         from dayzero.checkpoint.dequant import quantize
         from dayzero.rehearse.values import logical_values
 
-        values = logical_values(group, logical, self._seed)
+        values = logical_values(group, logical, self._seed, tied=self._plan.spec.tie.tied)
         fmt = self._format(logical, group)
         if not fmt.quantized:
             values = values.reshape(group.plain_shapes[0]) if not _transposed(group) else values.transpose(-1, -2)
@@ -259,7 +213,7 @@ class _Values:
     def _format(self, logical: str, group: Group) -> Format:
         from dayzero.checkpoint.coverage import stored_format
 
-        return stored_format(group, logical, self._plan.expansion, self._plan.quant, self._plan.plain or BF16)
+        return stored_format(group, logical, self._plan.expansion, self._plan.quant, self._plan.plain)
 
 
 def _transposed(group: Group) -> bool:

@@ -14,6 +14,8 @@ import torch
 from dayzero.checkpoint.rules import Group, Narrow
 from dayzero.decl import ParamDecl
 
+EMBED_STD = 0.05  # trained embeddings are small, and so the eps of the first norm counts for something
+
 
 def generator(seed: int, name: str) -> torch.Generator:
     """A generator that depends on the tensor's name alone, so that order and sharding do not matter."""
@@ -21,11 +23,13 @@ def generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def logical_values(group: Group, name: str, seed: int) -> torch.Tensor:
-    """float32 values for one logical tensor ``name`` of ``group``, shape group.shape."""
-    rng = generator(seed, name)
+def logical_values(group: Group, name: str, seed: int, *, tied: bool) -> torch.Tensor:
+    """float32 values for one logical tensor ``name`` of ``group``, shape group.shape. tied: the embedding is the head,
+    so its rows are scaled as a head's are, or every next token would be certain."""
     decl = group.targets[0].decl
-    out = _draw(decl, group.shape, rng)
+    out = _draw(decl, group.shape, generator(seed, name))
+    if decl.name == "embed" and tied:
+        out *= group.shape[-1] ** -0.5 / EMBED_STD
     if isinstance(group.rule, Narrow):
         piece = group.targets[0].of_tensor
         assert piece is not None
@@ -47,6 +51,6 @@ def _draw(decl: ParamDecl, shape: tuple[int, ...], rng: torch.Generator) -> torc
     if decl.role in ("bias", "scalar"):
         return 0.1 * torch.randn(shape, generator=rng) if decl.role == "bias" else torch.randn(shape, generator=rng)
     if decl.role == "embed":
-        return torch.randn(shape, generator=rng) * (1.0 if decl.name == "embed" else shape[-1] ** -0.5)
+        return torch.randn(shape, generator=rng) * (EMBED_STD if decl.name == "embed" else shape[-1] ** -0.5)
     fan_in = shape[-1] if decl.role != "conv" else max(1, shape[-1])
     return torch.randn(shape, generator=rng) * fan_in**-0.5

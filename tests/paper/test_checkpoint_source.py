@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dayzero.checkpoint.source import MAX_SPAN_BYTES, in_order, merge_ranges, open_source
+from dayzero.checkpoint.source import MAX_SPAN_BYTES, LocalSource, in_order, merge_ranges, open_source
 from dayzero.errors import CheckpointError, UsageError
 from tests.paper.files import write_checkpoint, write_safetensors
 
@@ -68,7 +69,7 @@ def test_merged_reads_cover_each_range_once(ranges: list[tuple[int, int]], gap: 
     for member, (start, end) in owner.items():
         assert start <= ranges[member][0]
         assert ranges[member][0] + ranges[member][1] <= end
-    assert all(left[1] + gap < right[0] for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left[1] + gap < right[0] for left, right in pairwise(spans))
 
 
 def test_merged_reads_stay_bounded() -> None:
@@ -115,6 +116,14 @@ def test_text_names_what_is_missing_or_not_utf8(folder: Path) -> None:
         source.text("chat_template.jinja")
     with pytest.raises(CheckpointError, match=r"no file tokenizer\.json"):
         source.text("tokenizer.json")
+
+
+def test_text_of_absurd_size_is_not_read(folder: Path) -> None:
+    os.truncate(folder / "config.json", 1 << 40)
+    source = open_source(str(folder))
+    with pytest.raises(CheckpointError, match=r"config\.json .*too many"):
+        source.text("config.json")
+    assert source.num_reads == 0
 
 
 def test_lone_config_is_a_source_without_shards(folder: Path) -> None:
@@ -165,6 +174,7 @@ def test_folder_that_is_no_checkpoint_is_not_walked(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "model.safetensors").write_bytes(b"")
     (tmp_path / "notes.md").write_text("x")
+    assert list(LocalSource(tmp_path).files()) == ["notes.md"]
     with pytest.raises(UsageError, match=r"no checkpoint: expected config\.json.*found notes\.md") as caught:
         open_source(str(tmp_path))
     assert caught.value.exit_code == 2

@@ -50,6 +50,41 @@ def test_all_shows_every_evidence_name() -> None:
     assert all(name in out.getvalue() for name in NAMES)
 
 
+def test_three_of_a_kind_stand_for_many() -> None:
+    many = [Finding("weights.constant", "weights", "fail", f"w{i} is zero", evidence=(f"w{i}",)) for i in range(30)]
+    many.insert(7, Finding("weights.other", "weights", "fail", "one of another kind"))
+    console, out, _ = _console(quiet=True)
+    console.findings(many, "fail")
+    text = out.getvalue()
+    assert text.count(" is zero") == 3
+    assert "27 more findings like the last ones (weights.constant); --all shows them" in text
+    assert "evidence: w3, w4, w5, w6, w7, w8, w9, w10, +19 more" in text
+    assert "one of another kind" in text and text.endswith("verdict: fail (31 fail, 0 note, 0 pass)\n")
+    console, out, _ = _console(show_all=True)
+    console.findings(many, "fail")
+    assert out.getvalue().count(" is zero") == 30
+
+
+def test_the_headline_is_the_verdict() -> None:
+    console, out, _ = _console()
+    console.headline("fail", "model", FINDINGS)
+    assert out.getvalue() == "fail: model (1 fail, 1 note)\n"
+    for options in ({"quiet": True}, {"json_mode": True}):
+        console, out, _ = _console(**options)
+        console.headline("fail", "model", FINDINGS)
+        assert out.getvalue() == ""
+
+
+def test_lines_are_narrow_and_have_no_blanks_at_their_end() -> None:
+    console, out, _ = _console()
+    console.table("title", ["name", "value"], [["a" * 30, "word " * 40], ["b", "c"]])
+    console.table("no head", ("", ""), [["left", "right"]])
+    console.words("names", ["x" * 20] * 12)
+    lines = out.getvalue().split("\n")
+    assert all(len(line) <= 120 and line == line.rstrip() for line in lines), lines
+    assert lines[lines.index("no head") + 1] == "left  right"
+
+
 def test_quiet_shows_failures_and_the_verdict_only() -> None:
     console, out, err = _console(quiet=True)
     console.line("hello")
@@ -136,6 +171,9 @@ def test_progress_text_has_share_amount_and_eta() -> None:
     unknown = Progress(io.StringIO(), "reading", None, "B")
     unknown.advance(2048)
     assert unknown.text(5.0) == "reading  2.00 KiB in 0:05"
+    assert Progress(io.StringIO(), "loading").text(5.0) == "loading  0:05"
+    unknown.reach(1024, 4096)
+    assert "25% 1.00 KiB of 4.00 KiB  ETA 0:15" in unknown.text(5.0)
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
@@ -155,6 +193,7 @@ def test_progress_shows_only_after_its_delay(monkeypatch: pytest.MonkeyPatch, st
 
 
 def test_a_closed_stderr_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_module, "SHOW_AFTER_SECONDS", 0.01)
     monkeypatch.setattr(console_module, "PIPED_INTERVAL_SECONDS", 0.01)
     stream = io.StringIO()
     bar = Progress(stream, "slow", 4, "files")
@@ -169,6 +208,7 @@ def test_no_progress_and_quiet_show_nothing() -> None:
     for context in (no_progress("x", 2, "files"), console.progress("x", 2, "files")):
         with context as bar:
             bar.advance()
+            bar.reach(2, 3)
             bar.note("y")
     assert err.getvalue() == ""
 

@@ -21,6 +21,11 @@ def matmul(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     return F.linear(x_TK, w_NK.to(x_TK.dtype), None if bias_N is None else bias_N.to(x_TK.dtype))
 
 
+def matmul_f32(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """``linear.matmul_f32`` by F.linear in float32."""
+    return F.linear(x_TK.float(), w_NK.float(), None if bias_N is None else bias_N.float())
+
+
 def attention_causal(
     q_THD: Tensor,
     k_LKD: Tensor,

@@ -1,0 +1,194 @@
+"""Which independent forward is compared to, and running it in a process of its own.
+
+The child imports nothing of this package; the scripts lie under ``dayzero/oracles`` and are run by path. It answers
+with a trace file; its progress comes on stdout, everything else it says goes to a log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from dayzero.acceptance.trace import Trace
+from dayzero.arch.channels import MoE
+from dayzero.arch.mixers import MLA
+from dayzero.arch.spec import ModelSpec
+from dayzero.blocks.open import LoadedModel
+from dayzero.console import ProgressFactory
+from dayzero.errors import CheckpointError, MachineError, ModelError, UsageError
+from dayzero.models.recipe import Oracle, Recipe
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "oracles"
+LIBRARY, REMOTE = "transformers", "remote"
+
+Kind = Literal["library", "remote", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """kind: how the forward is run. what: class name, file path, or ``""`` for the checkpoint's own code."""
+
+    kind: Kind
+    what: str
+    modules: Oracle
+
+    @property
+    def name(self) -> str:
+        return f"{LIBRARY} {self.what}" if self.kind == "library" else self.what or "the checkpoint's own code"
+
+
+def choose(recipe: Recipe, asked: str | None, allow_remote_code: bool, config: Mapping[str, Any]) -> Chosen:
+    """The oracle for this family.
+
+    asked: None (what the recipe names), ``transformers``, the class or file that it names, ``remote``, or a .py file.
+    ModelError when no oracle is accepted for the family, UsageError for one that does not exist or is not allowed.
+    """
+    named = recipe.oracle
+    if asked is not None and asked.endswith(".py"):
+        if not Path(asked).is_file():
+            raise UsageError(f"--oracle {asked} is no file; give a plain forward, a .py that defines forward(...).")
+        return Chosen("plain", asked, named or Oracle())
+    class_name = named.class_for(_architectures(config)) if named is not None else ""
+    known = named is not None and (named.file is not None or class_name != "")
+    if asked == REMOTE or (asked is None and not known and allow_remote_code and "auto_map" in config):
+        if not allow_remote_code:
+            raise UsageError("--oracle remote runs Python code from the checkpoint; allow it with --allow-remote-code.")
+        if "auto_map" not in config:
+            raise UsageError("--oracle remote: config.json has no auto_map: the checkpoint ships no code of its own.")
+        return Chosen("remote", "", named or Oracle())
+    if named is not None and named.file is not None and asked in (None, named.file):
+        return Chosen("plain", str(SCRIPTS / named.file), named)
+    if named is not None and class_name and asked in (None, LIBRARY, class_name):
+        return Chosen("library", class_name, named)
+    if asked is not None and named is not None:
+        accepted = named.file or class_name or "none for this architecture"
+        raise ModelError(
+            f"oracle {asked} is not accepted for {recipe.name}: its recipe names {accepted}; a look-alike class would "
+            "compare the wrong model. Give --oracle FILE.py or --trace FILE instead."
+        )
+    raise ModelError(
+        f"the recipe {recipe.name} names no oracle for this family; give --oracle FILE.py (a plain forward), "
+        "--trace FILE (recorded elsewhere), or --allow-remote-code if the checkpoint ships its own code."
+    )
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    """Names in the config, the outer ones first: a wrapper's text part may be what the library has a class for."""
+    inner = config.get("text_config")
+    parts = [config, inner] if isinstance(inner, Mapping) else [config]
+    return [name for part in parts for name in part.get("architectures") or () if isinstance(name, str)]
+
+
+def places(modules: Oracle, spec: ModelSpec) -> dict[str, Any]:
+    """Module paths of every site: what ``transformers_forward.py`` takes as ``--map``."""
+    layers = []
+    for i, layer in enumerate(spec.layers):
+        mixer = modules.mixer_of_kind.get(layer.mixer.kind, modules.mixer)
+        index = layer.mixer.index if isinstance(layer.mixer, MLA) else None
+        owns_index = index is not None and not index.shared
+        paths = {
+            "layer": modules.layer,
+            "mixer": mixer,
+            "channel": modules.channel,
+            "router": modules.router if isinstance(layer.channel, MoE) else None,
+            "index": modules.index if owns_index else None,
+        }
+        layers.append({k: p if p is None else p.replace("{i}", str(i)) for k, p in paths.items()})
+    return {"embed": modules.embed, "layers": layers, "final_norm": modules.final_norm, "head": modules.head}
+
+
+def run_oracle(
+    model: LoadedModel, chosen: Chosen, tokens: list[int], out: Path, threads: int | None, progress: ProgressFactory
+) -> Trace:
+    """Run the oracle over ``tokens`` and return its trace, written to ``out`` (a temporary name until it is complete).
+
+    UsageError when the checkpoint is not on this machine; MachineError when a package is missing here; ModelError with
+    the child's last words, and where its log is, when it stops.
+    """
+    config = model.source.path("config.json")
+    if config is None:
+        raise UsageError(
+            f"the oracle reads files of this machine, and {model.source.name} is remote; copy the checkpoint here, or "
+            "record a trace where it is and give it with --trace."
+        )
+    partial = out.with_name(out.name + ".partial")
+    with tempfile.TemporaryDirectory(prefix="dayzero-oracle-") as folder:
+        ids = Path(folder) / "tokens.json"
+        ids.write_text(json.dumps(tokens))
+        command = [*_command(chosen, model.spec, Path(folder)), "--model", str(config.parent), "--tokens", str(ids)]
+        command += ["--out", str(partial)] + ([] if threads is None else ["--threads", str(threads)])
+        try:
+            _run(command, chosen.name, len(model.spec.layers), progress, Path(folder) / "log")
+            os.replace(partial, out)
+        finally:
+            partial.unlink(missing_ok=True)
+    return Trace(out)
+
+
+def _command(chosen: Chosen, spec: ModelSpec, folder: Path) -> list[str]:
+    if chosen.kind == "plain":
+        script, num_layers = SCRIPTS / "run_plain.py", str(len(spec.layers))
+        return [sys.executable, str(script), "--file", chosen.what, "--num-layers", num_layers]
+    paths = folder / "map.json"
+    paths.write_text(json.dumps(places(chosen.modules, spec)))
+    command = [sys.executable, str(SCRIPTS / "transformers_forward.py"), "--map", str(paths), "--dtype", "float32"]
+    if chosen.kind == "remote":
+        return [*command, "--allow-remote-code", "--modules", str(folder / "modules")]
+    return [*command, "--class", chosen.what]
+
+
+def _run(command: list[str], name: str, num_layers: int, progress: ProgressFactory, log: Path) -> None:
+    """Run the child to its end. Whatever stops us, an interruption too, ends it; its log is kept only if it failed."""
+    with open(log, "wb") as said:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True)
+        try:
+            assert child.stdout is not None
+            _follow(child.stdout, name, num_layers, progress)
+            code = child.wait()
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
+    if code == 0:
+        return
+    last = _last_line(log)
+    if last.startswith("ModuleNotFoundError"):
+        raise MachineError(f"the oracle needs a package that is not here ({last}): pip install 'dayzero[oracle]'.")
+    if last.startswith("FileNotFoundError"):
+        file = Path(last.rsplit(": ", 1)[-1].strip("'")).name
+        raise CheckpointError(f"{file} disappeared while the oracle read it; wait until the download is complete.")
+    if "a scale is NaN or infinite" in last:
+        raise CheckpointError(f"{last.removeprefix('ValueError: ')}; the file is damaged: download it again.")
+    with tempfile.NamedTemporaryFile(prefix="dayzero-oracle-", suffix=".log", delete=False) as kept:
+        kept.write(log.read_bytes())
+    how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"stopped: {last.rstrip('.')}"
+    raise ModelError(f"the oracle ({name}) {how}. Its log is {kept.name}.")
+
+
+def _follow(stdout: IO[str], name: str, num_layers: int, progress: ProgressFactory) -> None:
+    """Show the child's progress until it closes its output. Lines that are none of ours are passed over."""
+    done = 0
+    with progress(f"oracle: {name}", num_layers, "layers") as bar:
+        for line in stdout:
+            try:
+                said = json.loads(line)
+                now, text = int(said["done"]), str(said["text"])
+            except (ValueError, TypeError, KeyError):
+                continue
+            bar.advance(max(0, now - done))
+            bar.note(text)
+            done = max(done, now)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"

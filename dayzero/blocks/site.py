@@ -1,0 +1,124 @@
+"""What a block is given beside its spec: its parameters, the operators bound to its site, and where taps go.
+
+A site is a name such as ``layers.3.mixer``; its operators are bound once, when the block is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dayzero.arch.norms import Activation, Norm
+from dayzero.arch.rope import Rope
+from dayzero.ops.bind import bind
+from dayzero.ops.catalog import CATALOG, Catalog
+
+Bind = Callable[[str, str], Callable[..., Any]]  # (contract, site) -> function
+Tap = Callable[[str, Tensor], None]  # (site, value); must not change the value
+Unary = Callable[[Tensor], Tensor]
+
+
+def reference(contract: str, site: str) -> Callable[..., Any]:
+    """The body of a contract."""
+    return bind(contract, site)
+
+
+def binder(bindings: Mapping[str, str], catalog: Catalog = CATALOG) -> Bind:
+    """A Bind that takes the named variants (``contract`` or ``contract@site`` -> variant) and else references."""
+    return lambda contract, site: bind(contract, site, bindings, catalog=catalog)
+
+
+class Params(Mapping[str, Tensor]):
+    """Parameters by short name, which remember what was taken: a block must use every one it is given."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = "", taken: set[str] | None = None) -> None:
+        self._tensors, self._prefix = tensors, prefix
+        self._taken: set[str] = set() if taken is None else taken
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._tensors[self._prefix + name]
+        self._taken.add(self._prefix + name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return (name[len(self._prefix) :] for name in self._tensors if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def below(self, word: str) -> Params:
+        """The parameters ``word.…``, by the rest of their names; what is taken there counts here."""
+        return Params(self._tensors, f"{self._prefix}{word}.", self._taken)
+
+    def left_over(self) -> list[str]:
+        """Names that nothing took."""
+        return [name for name in self if self._prefix + name not in self._taken]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """name: ``layers.3.mixer``, also the prefix of this block's cache stores. tap sees values by site name."""
+
+    name: str
+    bind: Bind = reference
+    tap: Tap | None = None
+
+    def below(self, word: str) -> Site:
+        return Site(f"{self.name}.{word}" if self.name else word, self.bind, self.tap)
+
+    def part(self, word: str) -> str:
+        return f"{self.name}.{word}" if self.name else word
+
+    def op(self, contract: str, part: str) -> Callable[..., Any]:
+        return self.bind(contract, self.part(part))
+
+    def show(self, site: str, value: Tensor) -> None:
+        if self.tap is not None:
+            self.tap(site, value)
+
+    def show_layer(self, word: str, value: Tensor) -> None:
+        """A value of the whole layer, e.g. ``layers.3.experts`` from the site ``layers.3.channel``."""
+        self.show(f"{self.name.rpartition('.')[0]}.{word}", value)
+
+    def linear(self, params: Params, name: str, *, bias: bool = False, f32: bool = False) -> Unary:
+        """x [..., K] -> [..., N] with weight ``name`` [N, K] and bias ``name_bias`` [N]; f32: the result is float32."""
+        op = self.op("linear.matmul_f32" if f32 else "linear.matmul", name)
+        weight_NK, bias_N = params[name], params[f"{name}_bias"] if bias else None
+        return lambda x: op(x, weight_NK, bias_N)
+
+    def norm(self, spec: Norm, params: Params, name: str) -> Unary:
+        """x [..., D] -> the same shape, normed over D as ``spec`` says, with weight ``name`` [D]."""
+        weight_D = params[name]
+        if spec.kind == "layer":
+            layer, bias_D = self.op("norm.layer", name), params[f"{name}_bias"] if spec.bias else None
+            return lambda x: layer(x, weight_D, bias_D, eps=spec.eps)
+        assert not spec.bias, f"{self.part(name)}: an RMS norm has no bias"
+        rms = self.op("norm.rms", name)
+        return lambda x: rms(x, weight_D, eps=spec.eps, offset=spec.offset, scale_in=spec.scale_in)
+
+    def rope(self, spec: Rope | None) -> Callable[[Tensor, Tensor], Tensor]:
+        """(x [T, H, D], positions [T] or [3, T]) -> x turned; the identity without a spec."""
+        if spec is None:
+            return lambda x, positions: x
+        op, known = self.op("rope.apply", "rope"), spec
+        freq_F = torch.tensor(known.inv_freq(), dtype=torch.float64).float()
+
+        def turn(x_THD: Tensor, positions: Tensor) -> Tensor:
+            return op(
+                x_THD, positions, freq_F.to(x_THD.device), style=known.style, part=known.place,
+                factor=known.magnitude(), sections=known.sections,
+            )  # fmt: skip
+
+        return turn
+
+
+_CONSTANTS = {"silu": (), "clamped": ("limit", "alpha"), "silu_clamped": ("limit",), "situ": ("beta", "linear_beta")}
+
+
+def activation_args(act: Activation) -> dict[str, Any]:
+    """``act`` as keyword arguments of the contract ``activation.glu``: its kind's own constants and no others."""
+    return {"kind": act.kind, **{name: getattr(act, name) for name in _CONSTANTS[act.kind]}}

@@ -1,0 +1,55 @@
+"""One slice of a stacked parameter as a load of its own: which tensors, or which part of one, it is read from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from dayzero.checkpoint.found import Entry, Source
+from dayzero.checkpoint.rules import Group, Slice, Target
+from dayzero.decl import ParamDecl
+
+
+def slice_decl(decl: ParamDecl, number: int) -> ParamDecl:
+    """Slice ``number`` along dimension 0 of a parameter, as a parameter: ``layers.3.channel.experts.up[7]``."""
+    return replace(decl, name=f"{decl.name}[{number}]", shape=decl.shape[1:], cuts=())
+
+
+def gives_slices(group: Group, sources: Sequence[Source], entries: Mapping[str, Entry]) -> bool:
+    """Whether a slice along dimension 0 of the group's parameters can be read without the others.
+
+    Either each slice is a tensor of its own, or every stored part of the one tensor starts with that dimension.
+    """
+    if group.count is not None:
+        return True
+    if len(group.shape) < 3:  # rows of a matrix: scale blocks and transpositions reach across them
+        return False
+    if any(piece is not None and piece.dim == 0 for t in group.targets for piece in (t.of_tensor, t.of_param)):
+        return False
+    parts = [(role, entries[name].shape) for role, name in sources[0].parts if role != "input_scale"]
+    return all(role != "shape" and tuple(shape[:1]) == group.shape[:1] for role, shape in parts)
+
+
+def slice_of(
+    group: Group, sources: Sequence[Source], params: Collection[str], number: int
+) -> tuple[Group, Source, int | None]:
+    """(group that fills ``slice_decl`` of the named ``params``, where it is stored, which slice of each stored part).
+
+    The last is None where the slice is a tensor of its own.
+    """
+    whole = group.count is None
+    targets = tuple(_slice_target(t, number, whole) for t in group.targets if t.decl.name in params)
+    if whole:
+        return replace(group, shape=group.shape[1:], targets=targets), sources[0], number
+    return replace(group, count=None, targets=targets), sources[number], None
+
+
+def _slice_target(target: Target, number: int, whole: bool) -> Target:
+    """whole: the pieces are counted in dimensions of the whole stack, not of a slice."""
+    pieces = (target.of_tensor, target.of_param)
+    of_tensor, of_param = (_shifted(p) for p in pieces) if whole else pieces
+    return Target(slice_decl(target.decl, number), False, of_tensor, of_param)
+
+
+def _shifted(piece: Slice | None) -> Slice | None:
+    return None if piece is None else replace(piece, dim=piece.dim - 1)

@@ -1,0 +1,138 @@
+"""Bytes of one rank: weights as stored, workspace, carry, cache, headroom; and what is left for requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from dayzero.arch.channels import MoE
+from dayzero.arch.records import ELEMENT_BYTES, record_bytes
+from dayzero.arch.spec import ModelSpec
+from dayzero.decl import CacheNeed, Format
+from dayzero.hardware import Hardware
+from dayzero.parallel.mesh import Mesh, Place
+
+HEADROOM = 0.04  # of device memory: allocator fragments, graphs, communication buffers
+CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class RankBudget:
+    """Bytes of one rank. cache_bytes: what is left for token rows and state after everything else; may be negative."""
+
+    rank: int
+    stage: int
+    layers: tuple[int, int]
+    weights: int
+    workspace: int
+    carry: int
+    headroom: int
+    cache_bytes: int
+    token_bytes: int
+    sequence_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.cache_bytes > 0
+
+    def max_context(self, concurrency: int, cp: int) -> int:
+        """Longest context in tokens that ``concurrency`` sequences on this rank can each have."""
+        room = self.cache_bytes // max(1, concurrency) - self.sequence_bytes
+        if room < 0:
+            return 0
+        return cp * (room // self.token_bytes) if self.token_bytes else 1 << 62
+
+    def max_concurrency(self, context: int, cp: int) -> int:
+        """Sequences of ``context`` tokens that fit on this rank."""
+        each = self.sequence_bytes + self.token_bytes * -(-context // cp)
+        return max(0, self.cache_bytes) // each if each else 1 << 62
+
+
+def stage_bounds(layer_bytes: Sequence[int], first: int, last: int, stages: int) -> list[tuple[int, int]]:
+    """Contiguous layer ranges for each stage with the smallest largest stage. first, last: bytes of the embedding and
+    of the head, on the outer stages. Every stage has at least one layer."""
+    sizes = list(layer_bytes)
+    sizes[0] += first
+    sizes[-1] += last
+    low, high = max(sizes), sum(sizes)
+    while low < high:  # the smallest limit under which few enough stages are needed
+        middle = (low + high) // 2
+        if len(_pack(sizes, middle)) <= stages:
+            high = middle
+        else:
+            low = middle + 1
+    bounds = _pack(sizes, low)
+    while len(bounds) < stages:  # split the longest until every stage has work
+        longest = max(range(len(bounds)), key=lambda i: bounds[i][1] - bounds[i][0])
+        start, stop = bounds[longest]
+        bounds[longest : longest + 1] = [(start, (start + stop) // 2), ((start + stop) // 2, stop)]
+    return bounds
+
+
+def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    out, start, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if total + size > limit and i > start:
+            out.append((start, i))
+            start, total = i, 0
+        total += size
+    return [*out, (start, len(sizes))]
+
+
+def cache_per_rank(
+    spec: ModelSpec, mesh: Mesh, layers: tuple[int, int], precision: str, context: int
+) -> tuple[int, int]:
+    """(bytes a token, bytes a sequence) on one rank for a stage's layers. Windows that are full count as sequence."""
+    per_token = per_sequence = 0
+    for i in range(*layers):
+        for need in spec.layers[i].cache(f"layers.{i}"):
+            if need.shares is not None:
+                continue
+            size = _cut_bytes(need, mesh, precision)
+            if need.unit == "state":
+                per_sequence += size
+            elif need.window is not None:
+                per_sequence += size * min(need.window, context)
+            else:
+                per_token += size
+    return per_token, per_sequence
+
+
+def _cut_bytes(need: CacheNeed, mesh: Mesh, precision: str) -> int:
+    size = record_bytes(need, precision)
+    for cut in need.cuts:
+        if cut.axis == "tp" and mesh.tp > 1:
+            units = need.shape[cut.dim] // cut.unit
+            size = size * -(-units // mesh.tp) // units
+    return size
+
+
+def workspace_bytes(spec: ModelSpec, formats: dict[str, Format], mesh: Mesh) -> int:
+    """Scratch a step needs beside weights and cache: the ring in which 4-bit experts are widened (less than two
+    experts in FP8 on the rank), and logits of the sampled rows."""
+    ring = 0
+    for i, layer in enumerate(spec.layers):
+        if isinstance(layer.channel, MoE) and formats.get(f"layers.{i}.channel.experts.gate") is not None:
+            if formats[f"layers.{i}.channel.experts.gate"].bits == 4:
+                expert = 3 * layer.channel.inner * layer.channel.width // mesh.expert_tp
+                ring = max(ring, 2 * expert)
+    return ring + 4 * 256 * -(-spec.vocab // mesh.tp)
+
+
+def carry_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
+    """The residual carry of a chunk, its parts in their element types, and one layer's widest activations."""
+    parts = spec.layers[0].residual.carry()
+    row = sum(prod(p.shape) * ELEMENT_BYTES[p.element] for p in parts)
+    return chunk_tokens * (row + 6 * 2 * spec.dim)
+
+
+def rank_budget(
+    spec: ModelSpec, mesh: Mesh, place: Place, layers: tuple[int, int], weights: int, scratch: int,
+    hardware: Hardware, need: tuple[int, int],
+) -> RankBudget:  # fmt: skip
+    """need: (bytes a token, bytes a sequence) of this rank's layers; scratch: workspace bytes."""
+    carry = carry_bytes(spec, CHUNK_TOKENS // mesh.cp)
+    headroom = hardware.reserved_bytes + int(HEADROOM * hardware.memory_bytes)
+    left = hardware.memory_bytes - weights - scratch - carry - headroom
+    return RankBudget(place.rank, place.stage, layers, weights, scratch, carry, headroom, left, *need)

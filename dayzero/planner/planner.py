@@ -1,0 +1,197 @@
+"""``dayzero plan``: which layouts are legal on some devices, what each rank holds, and how fast it can be at best.
+
+Everything follows from config and headers; no device is touched. A layout that is not legal comes with the sentence
+why; a legal one that does not fit comes with the bytes it lacks.
+"""
+
+from __future__ import annotations
+
+from dayzero.arch.cost import active_params, cache_cost, total_params
+from dayzero.arch.spec import ModelSpec
+from dayzero.console import ProgressFactory, no_progress
+from dayzero.errors import UsageError
+from dayzero.finding import Finding
+from dayzero.hardware import Hardware, parse_hardware
+from dayzero.parallel.cut import why_not
+from dayzero.parallel.mesh import Mesh
+from dayzero.planner.budget import RankBudget, cache_per_rank, rank_budget, workspace_bytes
+from dayzero.planner.detect import HERE, detect
+from dayzero.planner.floors import WeightBytes, floors
+from dayzero.planner.placement import PaperModel, place_weights, plan_of, read_model, stages_of, weight_bytes
+from dayzero.planner.plan_report import Layout, PlanOptions, PlanReport, said_refusal
+from dayzero.units import bytes_text, counted
+
+
+def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = no_progress) -> PlanReport:
+    """Plan ``source`` (a checkpoint or a config.json). Errors: UsageError for options, CheckpointError for damage."""
+    here = options.hardware == HERE
+    hardware, devices = detect() if here else parse_hardware(options.hardware, options.known)
+    if options.cache not in ("bf16", "fp8"):
+        raise UsageError(f"--cache {options.cache}: records are kept in bf16 or fp8.")
+    with progress("reading headers"):
+        model = read_model(source, options.recipe)
+    spec = model.paper.spec
+    context = options.context or spec.max_positions
+    if context < 1 or options.concurrency < 1:
+        raise UsageError("--context and --concurrency must be at least 1.")
+    cost = cache_cost(spec, options.cache)
+    weights = weight_bytes(model)
+    report = PlanReport(
+        source, spec.family, hardware, devices, context, options.concurrency, cost, weights.total,
+        (total_params(spec), active_params(spec)), [],
+    )  # fmt: skip
+    meshes = _meshes(options, devices, spec)
+    tried = []
+    with progress("trying layouts", len(meshes), "layouts") as bar:
+        for mesh in meshes:
+            tried.append(_try(model, mesh, hardware, options, context, weights))
+            bar.advance()
+    report.layouts = sorted(tried, key=_preference)
+    if report.chosen is not None:
+        with progress("placing every byte"):
+            place_weights(report, model, report.chosen)
+    report.findings = _findings(report, options)
+    return report
+
+
+def _meshes(options: PlanOptions, devices: int, spec: ModelSpec) -> list[Mesh]:
+    """Every mesh of that many devices that the options leave open; those asked for are returned even if illegal."""
+    num_layers, experts = len(spec.layers), _has_experts(spec)
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    out = []
+    for pp in [options.pp] if options.pp else [s for s in sizes if s <= num_layers]:
+        for cp in [options.cp] if options.cp else [1]:
+            for tp in [options.tp] if options.tp else sizes:
+                inner = tp * pp * cp
+                dp = options.dp or max(1, devices // inner)
+                if inner * dp != devices and not (options.tp and options.pp and options.dp):
+                    if not _asked(options):
+                        continue
+                for ep in [options.ep] if options.ep else sorted({1, tp, dp * cp * tp} if experts else {1}):
+                    mesh = Mesh(tp, ep, pp, cp, dp)
+                    if mesh.num_ranks == devices and mesh not in out:
+                        out.append(mesh)
+    if not out:
+        asked = {n: getattr(options, n) for n in ("tp", "ep", "pp", "cp", "dp") if getattr(options, n)}
+        said = " ".join(f"--{n} {v}" for n, v in asked.items())
+        raise UsageError(f"{said} makes no mesh of {devices} devices: tp × pp × cp × dp must be {devices}.")
+    return out
+
+
+def _has_experts(spec: ModelSpec) -> bool:
+    return any(layer.channel.kind == "moe" for layer in spec.layers)
+
+
+def _asked(options: PlanOptions) -> bool:
+    return any((options.tp, options.ep, options.pp, options.cp, options.dp))
+
+
+def _try(
+    model: PaperModel, mesh: Mesh, hardware: Hardware, options: PlanOptions, context: int, sizes: WeightBytes
+) -> Layout:
+    spec = model.paper.spec
+    reason = mesh.why_not() or next(
+        (why for decl in model.decls if (why := why_not(decl, mesh, model.by_param.get(decl.name)))), None
+    )
+    if reason is None and mesh.pp > len(spec.layers):
+        reason = f"pp{mesh.pp}: the model has {len(spec.layers)} layers"
+    if reason is None and mesh.ep > 1 and not _has_experts(spec):
+        reason = f"ep{mesh.ep}: the model has no experts"
+    if reason is not None:
+        return Layout(mesh, False, reason)
+    bounds = stages_of(model, mesh)
+    scratch = workspace_bytes(spec, dict(model.by_param), mesh)
+    ranks = []
+    stage_weights: dict[int, int] = {}
+    for place in mesh.places():
+        layers = bounds[place.stage]
+        if place.stage not in stage_weights:  # cuts are equal, so every rank of a stage holds as many bytes
+            stage_weights[place.stage] = sum(c.read_bytes for c in plan_of(model, mesh, place, bounds).copies)
+        need = cache_per_rank(spec, mesh, layers, options.cache, context)
+        ranks.append(rank_budget(spec, mesh, place, layers, stage_weights[place.stage], scratch, hardware, need))
+    per_group = -(-options.concurrency // mesh.dp)
+    longest = min(r.max_context(per_group, mesh.cp) for r in ranks)
+    most = min(r.max_concurrency(context, mesh.cp) for r in ranks) * mesh.dp
+    cache = cache_cost(spec, options.cache)
+    element = "e4m3" if any(f.element == "e4m3" for f in model.formats) else "bf16"
+    best = floors(spec, hardware, mesh, sizes, cache, element, context, options.concurrency)
+    return Layout(
+        mesh,
+        True,
+        _misfit(ranks, longest, most, context, options),
+        tuple(ranks),
+        min(longest, spec.max_positions),
+        most,
+        best,
+    )
+
+
+def _misfit(ranks: list[RankBudget], longest: int, most: int, context: int, options: PlanOptions) -> str | None:
+    tight = min(ranks, key=lambda r: r.cache_bytes)
+    if not tight.fits:
+        lacks, scratch = bytes_text(-tight.cache_bytes), bytes_text(tight.workspace + tight.carry)
+        return (
+            f"rank {tight.rank} lacks {lacks}: weights {bytes_text(tight.weights)} + workspace {scratch} "
+            f"+ headroom {bytes_text(tight.headroom)} exceed the device"
+        )
+    if options.context and longest < context:
+        return (
+            f"rank {tight.rank} holds {longest:,} tokens for each of {options.concurrency:,} sequences, not {context:,}"
+        )
+    if longest < 1 or (options.context and most < options.concurrency):
+        return f"rank {tight.rank} holds {most:,} sequences of {context:,} tokens, not {options.concurrency:,}"
+    return None
+
+
+def _preference(layout: Layout) -> tuple[int, int, float, int]:
+    """Usable first, then by the floor of a step, then by fewer pipeline stages."""
+    slow = layout.floors.tpot if layout.floors else float("inf")
+    return (0 if layout.refusal is None else 1 if layout.legal else 2, layout.mesh.pp, slow, layout.mesh.ep)
+
+
+def _findings(report: PlanReport, options: PlanOptions) -> list[Finding]:
+    chosen = report.chosen
+    if chosen is None:
+        return [_nothing_fits(report)]
+    fits = Finding(
+        "plan.fit", "hardware", "pass", f"{chosen.mesh.text()} fits on {report.num_devices} × {report.hardware.name}",
+        f"largest context {chosen.max_context:,} tokens, {chosen.max_concurrency:,} sequences of {report.context:,}",
+        "weights, workspace, carry and cache within device memory",
+    )  # fmt: skip
+    out = [fits, _placed_once(report)]
+    if options.context is None and chosen.max_context < report.context:
+        out.append(
+            Finding(
+                "plan.context", "cache", "note", f"the trained context of {report.context:,} tokens does not fit",
+                f"{chosen.max_context:,} tokens", f"{report.context:,} tokens", (),
+                "take more devices or --cache fp8 for the full length",
+            )
+        )  # fmt: skip
+    return out
+
+
+def _nothing_fits(report: PlanReport) -> Finding:
+    legal = [layout for layout in report.layouts if layout.legal]
+    closest = max(legal, key=lambda one: min(r.cache_bytes for r in one.ranks)) if legal else report.layouts[0]
+    memory = report.hardware.memory_bytes
+    return Finding(
+        "plan.fit", "hardware" if legal else "parallel", "fail",
+        f"no layout fits on {report.num_devices} × {report.hardware.name}",
+        f"{counted(len(report.layouts), 'layout')} tried; {bytes_text(report.weight_bytes)} of weights for "
+        f"{bytes_text(memory * report.num_devices)} of device memory",
+        f"each rank holds whole heads and scale blocks, and weights, workspace and cache within {bytes_text(memory)}",
+        (said_refusal(closest),),
+        "take more or larger devices" if legal else "choose other axis sizes; every refusal is listed",
+    )  # fmt: skip
+
+
+def _placed_once(report: PlanReport) -> Finding:
+    proof = report.proof
+    assert proof is not None
+    return Finding(
+        "plan.exactly_once", "weights", "pass" if proof.holds else "fail",
+        "every element of every parameter is placed exactly once on each replica",
+        f"{proof.params} parameters, {len(proof.gaps)} gaps, {len(proof.overlaps)} overlaps", 0,
+        tuple(proof.gaps + proof.overlaps)[:8],
+        "" if proof.holds else "the cuts declared for these parameters do not tile them",
+    )  # fmt: skip

@@ -1,0 +1,291 @@
+"""Faulty operators of our own port. Each is bound as a variant of its contract and must be caught by ``align``.
+
+T tokens, H heads, D head width, E experts, N chosen experts, L rows of a history, K and V key and value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dayzero.ops.activation import glu
+from dayzero.ops.attention import causal
+from dayzero.ops.conv import causal as convolve
+from dayzero.ops.latent import attend_absorbed
+from dayzero.ops.linear import matmul
+from dayzero.ops.moe import experts, route
+from dayzero.ops.norm import inverse_rms, layer, rms, rms_gated
+from dayzero.ops.recurrence import _prepare, delta_recurrent, gate_softplus
+from dayzero.ops.rope import apply
+from dayzero.ops.sparse_index import score, top_k
+from tests.cpu.faults.catalogue import Fault, Plant, first
+
+# --- attention and rope -------------------------------------------------------------------------------------------
+
+
+def sinks_dropped(q_THD: Tensor, k: Tensor, v: Tensor, *, sinks_H: Tensor | None = None, **given: Any) -> Any:
+    return causal.body(q_THD, k, v, **given)
+
+
+def sinks_scaled(q_THD: Tensor, k: Tensor, v: Tensor, *, sinks_H: Tensor, scale: float, **given: Any) -> Any:
+    """The sink logit takes the softmax scale that only q·k should."""
+    return causal.body(q_THD, k, v, sinks_H=sinks_H * scale, scale=scale, **given)
+
+
+def heads_tiled(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, **given: Any) -> Any:
+    """Query head h reads key head h % K instead of h // (H / K): repeat where repeat_interleave is meant."""
+    times = q_THD.shape[1] // k_LKD.shape[1]
+    return causal.body(q_THD, k_LKD.repeat(1, times, 1), v_LKD.repeat(1, times, 1), **given)
+
+
+def values_first(q_THD: Tensor, cache_LC: Tensor, kv_b: Tensor, **given: Any) -> Any:
+    """A head's rows of kv_b are taken as [value | key] instead of [key | value]."""
+    heads, rank = q_THD.shape[1], kv_b.shape[1]
+    nope = q_THD.shape[2] - (cache_LC.shape[1] - rank)
+    rows = kv_b.unflatten(0, (heads, -1))
+    num_values = rows.shape[1] - nope
+    swapped = torch.cat((rows[:, num_values:], rows[:, :num_values]), dim=1)
+    return attend_absorbed.body(q_THD, cache_LC, swapped.flatten(0, 1), **given)
+
+
+def position_shifted(x_THD: Tensor, positions: Tensor, freq_F: Tensor, **given: Any) -> Tensor:
+    """Only one of q and k is turned one position too far: k has fewer heads than q."""
+    wrong = positions + 1 if x_THD.shape[1] > 2 else positions
+    return apply.body(x_THD, wrong, freq_F, **given)
+
+
+# --- sparse index -------------------------------------------------------------------------------------------------
+
+
+def relu_dropped(q_THD: Tensor, k_LD: Tensor, weights_TH: Tensor, *, start: int, scale: float) -> Tensor:
+    total = torch.einsum("thd,ld,th->tl", q_THD.double(), k_LD.double(), weights_TH.double()) * scale
+    seen = score.body(q_THD, k_LD, weights_TH, start=start, scale=scale) > float("-inf")
+    return total.float().masked_fill(~seen, float("-inf"))
+
+
+def weights_in_bf16(q_THD: Tensor, k_LD: Tensor, weights_TH: Tensor, **given: Any) -> Tensor:
+    return score.body(q_THD, k_LD, weights_TH.bfloat16().float(), **given)
+
+
+def one_fewer(scores_TL: Tensor, k: int, **given: Any) -> Tensor:
+    """One row fewer than top_k, padded so that shapes still fit."""
+    return torch.nn.functional.pad(top_k.body(scores_TL, k - 1, **given), (0, 1), value=-1)
+
+
+def start_forgotten(scores_TL: Tensor, k: int, *, start: int, **given: Any) -> Tensor:
+    """Rows of a later chunk are counted from 0: the first chunk, and a run without chunks, show nothing."""
+    return top_k.body(scores_TL, k, start=0, **given)
+
+
+def key_bias_dropped(x: Tensor, weight_D: Tensor, bias_D: Tensor | None = None, *, eps: float) -> Tensor:
+    return layer.body(x, weight_D, None, eps=eps)
+
+
+# --- router and experts -------------------------------------------------------------------------------------------
+
+
+def bias_in_bf16(logits_TE: Tensor, top_k: int, *, bias_E: Tensor, **given: Any) -> Any:
+    return route.body(logits_TE, top_k, bias_E=bias_E.bfloat16().float(), **given)
+
+
+def bias_also_weighs(logits_TE: Tensor, top_k: int, **given: Any) -> Any:
+    """The weights come from the biased scores that should only choose."""
+    ids_TN, weights_TN = route.body(logits_TE, top_k, **{**given, "renormalise": False, "scale": 1.0})
+    biased_TN = weights_TN + given["bias_E"][ids_TN]
+    return ids_TN, biased_TN / biased_TN.sum(-1, keepdim=True) * given["scale"]
+
+
+def weighed_before(x_TD: Tensor, ids_TN: Tensor, weights_TN: Tensor, *matrices: Any, **given: Any) -> Tensor:
+    """The router's weight multiplies an expert's input instead of its output."""
+    total = torch.zeros_like(x_TD)
+    for n in range(ids_TN.shape[1]):
+        ones = torch.ones_like(weights_TN[:, n : n + 1])
+        total += experts.body(x_TD * weights_TN[:, n : n + 1], ids_TN[:, n : n + 1], ones, *matrices, **given)
+    return total
+
+
+def clamp_dropped(x_TD: Tensor, ids_TN: Tensor, weights_TN: Tensor, gate: Tensor, up: Tensor, down: Tensor,
+                  activation: Mapping[str, Any], **given: Any) -> Tensor:  # fmt: skip
+    return experts.body(x_TD, ids_TN, weights_TN, gate, up, down, {**activation, "limit": 1e9}, **given)
+
+
+def gate_clamped_below(x_TD: Tensor, ids_TN: Tensor, weights_TN: Tensor, gate: Tensor, up: Tensor, down: Tensor,
+                       activation: Mapping[str, Any], *, biases: Any) -> Tensor:  # fmt: skip
+    """The gate is clamped on both sides; only from above is right."""
+    total, limit = torch.zeros_like(x_TD), activation["limit"]
+    for n in range(ids_TN.shape[1]):
+        for expert in ids_TN[:, n].unique().tolist():
+            rows = ids_TN[:, n] == expert
+            g = matmul.body(x_TD[rows], gate[expert], biases[0][expert]).clamp(-limit, limit)
+            u = matmul.body(x_TD[rows], up[expert], biases[1][expert])
+            out = matmul.body(glu.body(g, u, **activation), down[expert], biases[2][expert])
+            total[rows] += weights_TN[rows, n, None] * out
+    return total
+
+
+# --- norms --------------------------------------------------------------------------------------------------------
+
+
+def offset_in_bf16(x: Tensor, weight_D: Tensor, *, offset: bool, **given: Any) -> Tensor:
+    """1 + w is rounded to bfloat16, as a loader does that stores the sum."""
+    return rms.body(x, (1 + weight_D).bfloat16().float() if offset else weight_D, offset=False, **given)
+
+
+def mean_removed(x: Tensor, weight_D: Tensor, **given: Any) -> Tensor:
+    """A layer norm where an RMS norm is meant."""
+    return rms.body(x - x.mean(-1, keepdim=True), weight_D, **given)
+
+
+def gate_before_norm(x: Tensor, gate: Tensor, weight_D: Tensor, *, eps: float, act: str) -> Tensor:
+    """The gate multiplies before the norm; it belongs behind it."""
+    squash = torch.sigmoid if act == "sigmoid" else torch.nn.functional.silu
+    y = x.float() * squash(gate.float())
+    return (y * inverse_rms(y, eps) * weight_D.float()).to(x.dtype)
+
+
+def other_output_gate(x: Tensor, gate: Tensor, weight_D: Tensor, *, eps: float, act: str) -> Tensor:
+    return rms_gated.body(x, gate, weight_D, eps=eps, act="silu" if act == "sigmoid" else "sigmoid")
+
+
+# --- recurrence and convolution -----------------------------------------------------------------------------------
+
+
+def beta_squashed_twice(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor | None) -> Any:
+    return delta_recurrent.body(q, k, v, g, torch.sigmoid(beta_TH), state)
+
+
+def key_heads_tiled(q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, *rest: Any) -> Any:
+    """Value head h uses key head h % G instead of h // (H / G)."""
+    times = v_THV.shape[1] // q_TGK.shape[1]
+    return delta_recurrent.body(q_TGK.repeat(1, times, 1), k_TGK.repeat(1, times, 1), v_THV, *rest)
+
+
+def state_in_bf16(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
+    """The state is kept in bfloat16 between steps: a run without chunks shows nothing."""
+    out, after = delta_recurrent.body(q, k, v, g, beta, None if state is None else state.bfloat16().float())
+    return out, after
+
+
+def norm_by_mean(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
+    """Keys and queries are divided by the root of the mean of their squares, not of the sum.
+
+    Queries stay right here: only k's wrong length is shown. The rule with k -> c k is the rule with beta -> c^2 beta
+    and a state c times as large, which the reference computes.
+    """
+    width = k.shape[-1]
+    out, after = delta_recurrent.body(q, k, v, g, (beta * width).clamp(max=1.9), state)
+    return out * width**-0.5, after
+
+
+def transposed_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
+    """Queries and keys change places: the state is written by q and read by k."""
+    return delta_recurrent.body(k, q, v, g, beta, state)
+
+
+def unstable_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
+    """The chunked form with e^(sum of g) and its inverse taken apart in float32: the inverse overflows at real decay.
+
+    o_i = q_i (e^G_i S) + sum_j (q_i e^G_i)(k_j e^-G_j) u_j, with u from the triangular system of the same products.
+    """
+    q_, k_, v_, g_, beta_ = (x.float() for x in _prepare(q, k, v, g, beta))
+    total = g_.cumsum(1)
+    grown, shrunk = k_ * (-total).exp(), k_ * total.exp()
+    s = torch.zeros(v_.shape[0], k_.shape[2], v_.shape[2]) if state is None else state
+    system = torch.eye(v_.shape[1]) + (beta_ * (shrunk @ grown.transpose(1, 2))).tril(-1)
+    u = torch.linalg.solve_triangular(system, beta_ * (v_ - shrunk @ s), upper=False)
+    q_shrunk = q_ * total.exp()
+    out = q_shrunk @ s + (q_shrunk @ grown.transpose(1, 2)).tril() @ u
+    last = total[:, -1:]
+    after = s * last.exp().transpose(1, 2) + (k_ * (last - total).exp()).transpose(1, 2) @ u
+    return out.transpose(0, 1).to(v.dtype), after
+
+
+def query_scale_forgotten(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
+    """Queries are not scaled by K^-0.5. The norm behind hides it but for its eps."""
+    out, after = delta_recurrent.body(q, k, v, g, beta, state)
+    return out * q.shape[-1] ** 0.5, after
+
+
+def step_bias_dropped(z: Tensor, a_log_H: Tensor, dt_bias: Tensor) -> Tensor:
+    return gate_softplus.body(z, a_log_H, torch.zeros_like(dt_bias))
+
+
+def rate_not_exponential(z: Tensor, a_log_H: Tensor, dt_bias: Tensor) -> Tensor:
+    """A_log is used as A."""
+    return gate_softplus.body(z, a_log_H.clamp(min=1e-3).log(), dt_bias)
+
+
+def window_of_zeros(x_TC: Tensor, weight_CW: Tensor, state_SC: Tensor | None = None, **given: Any) -> Any:
+    """Each chunk starts with zeros instead of the inputs before it: only a run in chunks shows it."""
+    return convolve.body(x_TC, weight_CW, None, **given)
+
+
+def taps_reversed(x_TC: Tensor, weight_CW: Tensor, *rest: Any, **given: Any) -> Any:
+    return convolve.body(x_TC, weight_CW.flip(1), *rest, **given)
+
+
+def activation_dropped(x_TC: Tensor, weight_CW: Tensor, *rest: Any, act: str | None = None) -> Any:
+    return convolve.body(x_TC, weight_CW, *rest, act=None)
+
+
+# --- which of them is planted where -------------------------------------------------------------------------------
+
+# (function, contract, kind, report, twin, pattern)
+TABLE: tuple[tuple[Any, str, str, str, str, str], ...] = (
+    (sinks_dropped, "attention.causal", "A", "vllm#49815", "sinks", first("layers.0.mixer")),
+    (sinks_scaled, "attention.causal", "F", "", "sinks", first("layers.0.mixer")),
+    (heads_tiled, "attention.causal", "E", "", "sinks", first("layers.0.mixer")),
+    (values_first, "latent.attend_absorbed", "E", "sglang-jax#1036", "latent", first("layers.0.mixer")),
+    (position_shifted, "rope.apply", "E", "", "sinks", first("layers.0.mixer")),
+    (relu_dropped, "sparse_index.score", "E", "", "index", first("layers.0.index")),
+    (weights_in_bf16, "sparse_index.score", "E", "", "index_long", r"^first diverging: layers\.\d\.index$"),
+    (one_fewer, "sparse_index.top_k", "E", "", "index", first("layers.0.index")),
+    (start_forgotten, "sparse_index.top_k", "E", "sglang#12583", "index", r"align\.floor.*layers\.0\.mixer"),
+    (key_bias_dropped, "norm.layer", "A", "", "index", first("layers.0.index")),
+    (bias_in_bf16, "moe.route", "G", "sglang#37133", "latent", first("layers.3.experts")),
+    (bias_also_weighs, "moe.route", "G", "TensorRT-LLM#13328", "latent", first("layers.3.channel")),
+    (weighed_before, "moe.experts", "G", "", "latent", first("layers.3.channel")),
+    (clamp_dropped, "moe.experts", "F", "sglang-das#118", "sinks", first("layers.0.channel")),
+    (gate_clamped_below, "moe.experts", "F", "sglang#40035", "sinks", first("layers.0.channel")),
+    (offset_in_bf16, "norm.rms", "F", "lmdeploy#4790", "head_delta", first("layers.0.mixer")),
+    (mean_removed, "norm.rms", "F", "", "tied", first("layers.0.mixer")),
+    (gate_before_norm, "norm.rms_gated", "F", "", "head_delta", first("layers.0.mixer")),
+    (other_output_gate, "norm.rms_gated", "F", "", "channel_delta", first("layers.0.mixer")),
+    (beta_squashed_twice, "recurrence.delta", "F", "", "channel_delta", first("layers.0.mixer")),
+    (norm_by_mean, "recurrence.delta", "F", "", "channel_delta", first("layers.0.mixer")),
+    (transposed_state, "recurrence.delta", "F", "", "channel_delta", first("layers.0.mixer")),
+    (unstable_chunk, "recurrence.delta", "F", "tt-metal#53508", "channel_delta", first("layers.2.mixer")),
+    (key_heads_tiled, "recurrence.delta", "F", "shainet#176", "head_delta", first("layers.0.mixer")),
+    (state_in_bf16, "recurrence.delta", "F", "", "head_delta", r"align\.floor.*layers\.0\.mixer"),
+    (query_scale_forgotten, "recurrence.delta", "F", "shainet#176", "head_delta", first("layers.0.mixer")),
+    (step_bias_dropped, "recurrence.gate_softplus", "F", "", "channel_delta", first("layers.0.mixer")),
+    (rate_not_exponential, "recurrence.gate_softplus", "F", "", "head_delta", first("layers.0.mixer")),
+    (window_of_zeros, "conv.causal", "F", "", "channel_delta", r"align\.floor.*layers\.0\.mixer"),
+    (taps_reversed, "conv.causal", "F", "", "head_delta", first("layers.0.mixer")),
+    (activation_dropped, "conv.causal", "F", "", "channel_delta", first("layers.0.mixer")),
+)  # fmt: skip
+
+VARIANTS: dict[str, list[str]] = {}
+for _function, _contract, *_ in TABLE:
+    VARIANTS.setdefault(_contract, []).append(_function.__name__)
+
+
+def _bound(contract: str, name: str) -> Plant:
+    return lambda stack: {contract: name}
+
+
+FAULTS = tuple(
+    Fault(
+        function.__name__.replace("_", " "),
+        kind,
+        report,
+        twin,
+        "align",
+        names,
+        plant=_bound(contract, function.__name__),
+    )
+    for function, contract, kind, report, twin, names in TABLE
+)

@@ -1,0 +1,85 @@
+"""Residual kinds by hand: what enters a site, what the carry becomes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dayzero.arch.norms import Norm
+from dayzero.arch.residuals import AttnRes, Plain
+from dayzero.blocks.residual import Carry, build_residual, close_carry, open_carry
+from dayzero.blocks.site import Params, Site
+
+# A norm of width 2 leaves (1, 1) and (1, -1) as they are, up to eps.
+NORM = Norm(2, 0.0)
+DEPTH = AttnRes(NORM, 2, 3)
+
+
+def depth_params(proj: tuple[float, float] = (0.0, 0.0)) -> dict[str, Tensor]:
+    ones = torch.ones(2)
+    names = [f"{s}_norm" for s in ("mixer", "channel")] + [f"{s}_mix_norm" for s in ("mixer", "channel", "close")]
+    return {
+        **dict.fromkeys(names, ones),
+        **{f"{s}_mix_proj": torch.tensor([proj]) for s in ("mixer", "channel", "close")},
+    }
+
+
+def row(*values: float) -> Tensor:
+    return torch.tensor([values], dtype=torch.float32)
+
+
+def test_plain_adds_what_a_site_gives() -> None:
+    block = build_residual(
+        Plain(NORM), Params({"mixer_norm": torch.ones(2), "channel_norm": row(2, 3)[0]}), Site("l"), 0
+    )
+    carry = open_carry(Plain(NORM), row(1, -1))
+    assert torch.equal(block.enter(carry, "mixer"), row(1, -1))
+    carry = block.leave(carry, "mixer", row(2, 4))
+    assert torch.equal(carry["h"], row(3, 3)) and torch.equal(carry.main, row(3, 3))
+    assert torch.equal(block.enter(carry, "channel"), row(2, 3))
+    assert torch.equal(close_carry(Plain(NORM), carry, Params({}), Site("")), row(3, 3))
+
+
+def test_sandwich_norms_the_output() -> None:
+    names = ("mixer_norm", "channel_norm", "mixer_out_norm", "channel_out_norm")
+    block = build_residual(Plain(NORM, sandwich=True), Params(dict.fromkeys(names, torch.ones(2))), Site("l"), 0)
+    carry = block.leave(open_carry(Plain(NORM), row(1, 1)), "channel", row(8, -8))
+    assert torch.equal(carry["h"], row(2, 0))
+
+
+def test_an_empty_bank_is_the_identity() -> None:
+    """The first site of the model reads the embedding itself, whatever the mixing weights are."""
+    block = build_residual(DEPTH, Params(depth_params((5.0, -3.0))), Site("layers.0"), 0)
+    carry = open_carry(DEPTH, row(0.25, -0.25))
+    assert carry["bank"].shape == (1, 0, 2)
+    assert torch.equal(block.enter(carry, "mixer"), row(1, -1))
+
+
+def test_the_running_sum_joins_the_bank_at_a_block_start() -> None:
+    params = Params(depth_params())
+    even, odd = (build_residual(DEPTH, params, Site(f"layers.{i}"), i) for i in (0, 1))
+    carry = even.leave(open_carry(DEPTH, row(1, 1)), "mixer", row(5, 7))
+    assert torch.equal(carry["partial"], row(5, 7)) and carry["bank"].tolist() == [[[1, 1]]]
+    carry = even.leave(carry, "channel", row(1, 1))
+    carry = odd.leave(odd.leave(carry, "mixer", row(1, 0)), "channel", row(0, 1))
+    assert torch.equal(carry["partial"], row(7, 9)) and carry["bank"].tolist() == [[[1, 1]]]
+    carry = even.leave(carry, "mixer", row(-1, -1))
+    assert torch.equal(carry["partial"], row(-1, -1)) and carry["bank"].tolist() == [[[1, 1], [7, 9]]]
+
+
+def test_three_sources_are_mixed_by_softmax_over_unit_keys() -> None:
+    """Keys are normed, values are not: sources (3,3), (2,-2) and (-1,1) have keys (1,1), (1,-1), (-1,1)."""
+    carry = Carry({"partial": row(-1, 1), "bank": torch.tensor([[[3.0, 3.0], [2.0, -2.0]]])})
+    params = depth_params((math.log(2), 0.0))
+    got = close_carry(DEPTH, carry, Params(params), Site(""))
+    shares = (2 / 4.5, 2 / 4.5, 0.5 / 4.5)  # e^(±log 2), normalised
+    want = shares[0] * row(3, 3) + shares[1] * row(2, -2) + shares[2] * row(-1, 1)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_without_a_preference_sources_count_alike() -> None:
+    carry = Carry({"partial": row(6, 0), "bank": torch.tensor([[[0.0, 3.0], [3.0, 3.0]]])})
+    got = close_carry(DEPTH, carry, Params(depth_params()), Site(""))
+    torch.testing.assert_close(got, row(3, 2))
