@@ -14,8 +14,6 @@ from dayzero.arch.outside import OutsideMixer
 from dayzero.arch.rope import Rope
 from dayzero.decl import CacheNeed, Cut, OpUse, ParamDecl
 
-LINEAR = OpUse("linear.matmul", "")
-
 
 def linear_use(site: str) -> OpUse:
     return OpUse("linear.matmul", site)

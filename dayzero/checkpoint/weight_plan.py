@@ -5,7 +5,7 @@ A plan keeps one line for all experts of a layer (``Copy.experts``), so that 82,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dayzero.checkpoint.coverage import Coverage
@@ -44,13 +44,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """What one rank loads. kept_bytes: in the stored formats; ignored: tensors left out on purpose."""
+    """What one rank loads. ignored: tensors left out on purpose; bytes_read: in the stored formats."""
 
     rank: int
     copies: tuple[Copy, ...]
     ignored: int
     bytes_read: int
-    kept_bytes: int
 
     def __len__(self) -> int:
         return sum(copy.count for copy in self.copies)
@@ -84,8 +83,7 @@ def plan_rank(
                 copy = _copy(group, fmt, target, held)
                 if copy is not None:
                     copies.append(copy)
-    total = sum(c.read_bytes for c in copies)
-    return WeightPlan(rank, tuple(copies), num_ignored, total, total)
+    return WeightPlan(rank, tuple(copies), num_ignored, sum(c.read_bytes for c in copies))
 
 
 def _copy(group: Group, fmt: Format, target: Target, held: Box) -> Copy | None:
@@ -192,12 +190,3 @@ def _volume(box: Box) -> int:
 
 def _intersect(p: Box, q: Box) -> bool:
     return all(a1 < b2 and a2 < b1 for a1, b1, a2, b2 in zip(*p, *q, strict=True))
-
-
-def expanded(copy: Copy) -> Iterator[tuple[str, int | None]]:
-    """(tensor name, expert number) of each tensor a copy line stands for."""
-    if copy.experts is None:
-        yield copy.source, None
-        return
-    for expert in copy.experts:
-        yield copy.source.replace("{e}", str(expert)), expert

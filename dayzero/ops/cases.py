@@ -15,7 +15,6 @@ from dayzero.ops.contract import Case
 from dayzero.ops.random_inputs import Inputs, strided
 
 BF16, F32 = torch.bfloat16, torch.float32
-ODD_TOKENS = (1, 7, 63, 65)
 
 
 def _case(name: str, make: Callable[[Inputs], dict[str, Any]]) -> Case:

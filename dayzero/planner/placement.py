@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dayzero.checkpoint.coverage import cover, stored_format
 from dayzero.checkpoint.index import read_index
+from dayzero.checkpoint.rules import Group
 from dayzero.checkpoint.source import open_source
 from dayzero.checkpoint.weight_plan import Box, WeightPlan, group_formats, plan_rank, prove
 from dayzero.decl import Format, ParamDecl
@@ -24,6 +25,7 @@ class PaperModel:
     """A model on paper with the format each group is stored in, found in the headers or claimed by the config."""
 
     paper: Blueprint
+    groups: Sequence[Group]
     formats: list[Format]
     num_ignored: int
     by_param: Mapping[str, Format]
@@ -39,7 +41,8 @@ def read_model(source: str, recipe: str | None) -> PaperModel:
     refuse(f"{source} is damaged", [p.claim for p in index.problems if p.verdict == "fail"], CheckpointError)
     entries = index.entries if has_weights else {}
     paper = blueprint(config, require_recipe(config, recipe), source=opened, entries=entries)
-    groups = paper.expansion.groups
+    groups: Sequence[Group] = paper.expansion.groups
+    decls = paper.spec.params()
     if has_weights:
         coverage = cover(paper.expansion, entries, paper.quant)
         if not coverage.complete:
@@ -47,19 +50,21 @@ def read_model(source: str, recipe: str | None) -> PaperModel:
                 f"{source}: {len(coverage.missing)} tensors are missing, {len(coverage.unknown)} unknown, "
                 f"{len(coverage.misfit)} do not fit; run `dayzero inspect {source}` for their names."
             )
+        # A file may store a parameter in another of the ways the rules allow, or leave out what has a default.
+        groups, decls = coverage.groups, [d for d in decls if d not in coverage.filled]
         formats, ignored = group_formats(coverage), len(coverage.ignored)
     else:
         formats = [stored_format(g, g.name, paper.expansion, paper.quant, paper.plain) for g in groups]
         ignored = 0
     by_param = {t.decl.name: fmt for g, fmt in zip(groups, formats, strict=True) for t in g.targets}
-    return PaperModel(paper, formats, ignored, by_param, paper.spec.params())
+    return PaperModel(paper, groups, formats, ignored, by_param, decls)
 
 
 def weight_bytes(model: PaperModel) -> WeightBytes:
     """Stored bytes of the whole model, by how a step reads them."""
     experts = {d.name for d in model.decls if is_expert(d)}
     sums = {"experts": 0, "table": 0, "rest": 0}
-    for copy in plan_rank(model.paper.expansion.groups, model.formats, 0, _whole).copies:
+    for copy in plan_rank(model.groups, model.formats, 0, _whole).copies:
         lookup = copy.param == "embed" and not model.paper.spec.tie.tied
         sums["experts" if copy.param in experts else "table" if lookup else "rest"] += copy.read_bytes
     return WeightBytes(**sums)
@@ -72,7 +77,7 @@ def _whole(decl: ParamDecl) -> Box:
 def stages_of(model: PaperModel, mesh: Mesh) -> list[tuple[int, int]]:
     sizes = [0] * len(model.paper.spec.layers)
     outer = [0, 0]
-    for copy in plan_rank(model.paper.expansion.groups, model.formats, 0, _whole).copies:
+    for copy in plan_rank(model.groups, model.formats, 0, _whole).copies:
         if copy.param.startswith("layers."):
             sizes[int(copy.param.split(".")[1])] += copy.read_bytes
         else:
@@ -107,7 +112,7 @@ def held_by(
 
 def plan_of(model: PaperModel, mesh: Mesh, place: Place, bounds: list[tuple[int, int]]) -> WeightPlan:
     held = held_by(model, mesh, place, bounds)
-    return plan_rank(model.paper.expansion.groups, model.formats, place.rank, held, model.num_ignored)
+    return plan_rank(model.groups, model.formats, place.rank, held, model.num_ignored)
 
 
 def place_weights(report: PlanReport, model: PaperModel, chosen: Layout) -> None:

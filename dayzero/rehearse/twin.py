@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,10 +218,3 @@ class _Values:
 
 def _transposed(group: Group) -> bool:
     return bool(getattr(group.rule, "transpose_plain", False))
-
-
-def tensors_of(plan: Blueprint) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name, element code, shape) of every tensor a complete checkpoint holds."""
-    for _, part, shape in expected_parts(plan.expansion, plan.quant, plan.plain):
-        if not part.optional:
-            yield part.name, part.dtype[0], shape

@@ -89,3 +89,22 @@ def test_the_stand_in_tokenizer_round_trips_and_ends_turns(tmp_path: Path) -> No
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     stop = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
     assert tokenizer.encode("<|end|>").ids == stop[:1]
+
+
+def test_a_checkpoint_without_an_optional_tensor_is_planned(tmp_path: Path) -> None:
+    """An index whose key norm has no bias: the parameter is filled with zeros, and no rank reads it."""
+    from safetensors.torch import load_file, save_file
+
+    from dayzero.planner.plan_report import PlanOptions
+    from dayzero.planner.planner import plan_source
+
+    out = twin(tmp_path, "kimi_k3_1", num_shards=1)
+    whole = plan_source(str(out), PlanOptions("cpu"))
+    shard = out / "model.safetensors"
+    tensors = load_file(shard)
+    biases = [name for name in tensors if name.endswith("k_norm.bias")]
+    lost_bytes = sum(tensors.pop(name).nbytes for name in biases)
+    save_file(tensors, shard, metadata={"format": "pt"})
+    without = plan_source(str(out), PlanOptions("cpu"))
+    assert biases and without.proof is not None and without.proof.holds
+    assert without.weight_bytes == whole.weight_bytes - lost_bytes
