@@ -130,7 +130,7 @@ class CacheNeed:
 class OpUse:
     """One use of an operator contract by a spec: which contract, with which traits, at which site.
 
-    contract: name in ops/catalog, e.g. ``attention.causal``. traits: options that a variant must support, as sorted
+    contract: name in ops/catalog, e.g. ``attention.paged``. traits: options that a variant must support, as sorted
     (key, value) pairs, e.g. (("sinks", True), ("window", 128)).
     """
 

@@ -1,7 +1,7 @@
 """StepView: the inputs of one step as blocks see them. No torch at import; tensors appear only as annotations.
 
 A step holds several requests ("rows") packed one after another in one dimension of T tokens. Single-token rows come
-first. Blocks never ask which request a row is; they go through ``view.spans``.
+first. Blocks hand whole steps to paged operators, or go through ``view.spans``; they never ask which request a row is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One request's run of tokens in a step: packed rows [first, first+count), whose first token has position start."""
+    """One request's run of tokens in a step: packed rows [first, first+count), whose first token has position start.
+
+    row: its number in the step.
+    """
 
     row: int
     first: int
@@ -28,24 +31,74 @@ class Span:
         return slice(self.first, self.first + self.count)
 
 
-class TokenStore(Protocol):
-    """Per-token records of one cache need, e.g. KV rows."""
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where one cache group's records of a step's rows lie. R rows, P pages at most, T tokens.
 
-    def append(self, span: Span, values: Tensor) -> None:
-        """Write values [count, *need.shape] for the span's tokens. Must be called before ``history`` of that span."""
+    table: [R, P] int32, number of the block of each page of a row, in order; what lies behind a row's pages is not
+    read. For states: the row's working block of each layer of the group. first: [R] int32, position of the first token
+    of table[r, 0], a multiple of the page; windows leave out what lies before it. blocks, offsets: [T] int64, where
+    each token of the step is written: block number and row in it (empty for states).
+    """
+
+    table: Tensor
+    first: Tensor
+    blocks: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """One need's records of all rows of a step, where they lie. R rows, P pages at most, N block numbers.
+
+    rows: [N, page, *need.shape], the pool as this need sees it; the step's own tokens are written already. Within a
+    block all is contiguous; ``rows.stride(0)`` is how far block numbers lie apart, which may be less than a block (then
+    not every number is one's own). table, first: as in Where. query_start: [R+1] int32, where each row's tokens begin
+    in the packed step. start: [R] int32, position of each row's first token in this step. spans: the last two, as the
+    host knows them.
+    """
+
+    rows: Tensor
+    table: Tensor
+    first: Tensor
+    query_start: Tensor
+    start: Tensor
+    spans: tuple[Span, ...]
+
+    @property
+    def page(self) -> int:
+        return self.rows.shape[1]
 
     def history(self, span: Span) -> tuple[Tensor, int]:
+        """(records [L, *need.shape] oldest first, position of the first): up to and including the span's last token.
+        A copy."""
+        first = int(self.first[span.row])
+        length = span.start + span.count - first
+        blocks = self.table[span.row, : -(-length // self.page)].long()
+        return self.rows[blocks].flatten(0, 1)[:length], first
+
+
+class TokenStore(Protocol):
+    """Per-token records of one cache need, e.g. KV rows. What is read and written where is in the view."""
+
+    def append(self, view: StepView, values: Tensor) -> None:
+        """Write values [T, *need.shape], one record for each token of the step."""
+
+    def pages(self, view: StepView) -> Paged:
+        """All rows' records. Call after ``append``."""
+
+    def history(self, view: StepView, span: Span) -> tuple[Tensor, int]:
         """(records [L, *need.shape] oldest first, position of the first): all of [0, start+count), or for a window at
-        least the last window-1 tokens before the span and the span itself. Valid until the next append."""
+        least the last window-1 tokens before the span and the span itself. Call after ``append``."""
 
 
 class StateStore(Protocol):
     """Per-sequence state of one cache need, e.g. a recurrent state."""
 
-    def read(self, span: Span) -> Tensor:
+    def read(self, view: StepView, span: Span) -> Tensor:
         """State [*need.shape] before the span's first token; zeros when start is 0. A copy, free to be written to."""
 
-    def write(self, span: Span, value: Tensor) -> None:
+    def write(self, view: StepView, span: Span, value: Tensor) -> None:
         """Replace the state by value [*need.shape], the state after the span's last token."""
 
 
@@ -53,12 +106,21 @@ class StateStore(Protocol):
 class StepView:
     """tokens [T] int64; positions [T] or [3, T] int64; spans in packed order, covering [0, T) exactly once.
 
-    stores: cache need name -> store. scratch: what one layer leaves for a later one in the same step (shared top-k
+    query_start [R+1], start [R] int32: the spans as the device knows them. stores: cache need name -> store. where:
+    cache group -> where its records lie. scratch: what one layer leaves for a later one in the same step (shared top-k
     indices), by name; emptied between steps.
     """
 
     tokens: Tensor
     positions: Tensor
     spans: tuple[Span, ...]
+    query_start: Tensor
+    start: Tensor
     stores: Mapping[str, TokenStore | StateStore]
+    where: Mapping[str, Where]
     scratch: dict[str, object]
+
+    @property
+    def num_single(self) -> int:
+        """Rows of one token, which come first."""
+        return next((i for i, s in enumerate(self.spans) if s.count != 1), len(self.spans))

@@ -79,7 +79,7 @@ class Attention:
     def contracts(self, p: str) -> list[OpUse]:
         traits = (("sinks", self.sinks), ("window", self.window is not None))
         out = [linear_use(f"{p}.{n}") for n in ("q", "k", "v", "o")]
-        out.append(OpUse("attention.causal", f"{p}.attend", traits))
+        out.append(OpUse("attention.paged", f"{p}.attend", traits))
         if self.rope:
             out.append(rope_use(self.rope, f"{p}.rope"))
         if self.qk_norm:

@@ -1,13 +1,12 @@
-"""Grouped-query softmax attention over a paged or dense history.
+"""Grouped-query softmax attention over each sequence's pages.
 
-T tokens of the step, H query heads, K key heads, D head width, L rows of one sequence's history.
+T tokens of the step, H query heads, K key heads, D head width.
 """
 
 from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from dayzero.arch.mixers import Attention
@@ -29,7 +28,7 @@ class AttentionBlock:
         self.q_norm = site.norm(spec.qk_norm, params, "q_norm") if spec.qk_norm else None
         self.k_norm = site.norm(spec.qk_norm, params, "k_norm") if spec.qk_norm else None
         self.sinks_H = params["sinks"] if spec.sinks else None
-        self.attend = site.op("attention.causal", "attend")
+        self.attend = site.op("attention.paged", "attend")
         self.gate = site.op("attention.gate", "gate") if spec.gate else None
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
@@ -41,19 +40,14 @@ class AttentionBlock:
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         q_THD, k_TKD = self.rope(q_THD, view.positions), self.rope(k_TKD, view.positions)
-        out_THD = torch.empty_like(q_THD)
         k_store = cast(TokenStore, view.stores[self.site.part("k")])
         v_store = cast(TokenStore, view.stores[self.site.part("v")])
-        for span in view.spans:
-            k_store.append(span, k_TKD[span.rows])
-            v_store.append(span, v_TKD[span.rows])
-            k_LKD, first = k_store.history(span)
-            v_LKD, v_first = v_store.history(span)
-            assert first == v_first and k_LKD.shape[0] == v_LKD.shape[0], "keys and values of a layer go out of step"
-            out_THD[span.rows], _ = self.attend(
-                q_THD[span.rows], k_LKD, v_LKD,
-                start=span.start - first, scale=spec.softmax_scale, window=spec.window, sinks_H=self.sinks_H,
-            )  # fmt: skip
+        k_store.append(view, k_TKD)
+        v_store.append(view, v_TKD)
+        out_THD, _ = self.attend(
+            q_THD, k_store.pages(view), v_store.pages(view),
+            scale=spec.softmax_scale, window=spec.window, sinks_H=self.sinks_H,
+        )  # fmt: skip
         if self.gate is not None:
             out_THD = self.gate(out_THD, gate_THD)
         return self.o(out_THD.flatten(-2))

@@ -76,16 +76,17 @@ class DeltaBlock:
             q, k, v = (self._convolve(part, mixed[part][span.rows], span, view) for part in ("q", "k", "v"))
             out_THV[span.rows], state_HKV = self.recur(
                 q.unflatten(-1, (spec.key_heads, spec.key_dim)), k.unflatten(-1, (spec.key_heads, spec.key_dim)),
-                v.unflatten(-1, (spec.heads, spec.value_dim)), g[span.rows], beta_TH[span.rows], state_store.read(span),
+                v.unflatten(-1, (spec.heads, spec.value_dim)), g[span.rows], beta_TH[span.rows],
+                state_store.read(view, span),
             )  # fmt: skip
-            state_store.write(span, state_HKV)
+            state_store.write(view, span, state_HKV)
         gate_THV = self.out_gate(x_TD).unflatten(-1, (spec.heads, spec.value_dim))
         out_THV = self.norm(out_THV, gate_THV, self.norm_weight_V, eps=spec.norm_eps, act=spec.out_gate)
         return self.o(out_THV.flatten(-2))
 
     def _convolve(self, part: str, x_TC: Tensor, span: Span, view: StepView) -> Tensor:
         store = cast(StateStore, view.stores[self.site.part(f"{part}_conv")])
-        window_WC = store.read(span).T
+        window_WC = store.read(view, span).T
         y_TC, window_WC = self.convolve[part](x_TC, self.taps[part], window_WC, act="silu")
-        store.write(span, window_WC.T)
+        store.write(view, span, window_WC.T)
         return y_TC

@@ -68,9 +68,9 @@ class LatentBlock:
         selected_TA = self._select(x_TD, query_TR, view)
         store = cast(TokenStore, view.stores[self.site.part("latent")])
         out_THV = x_TD.new_empty(x_TD.shape[0], spec.heads, spec.v_dim)
+        store.append(view, rows_TC)
         for span in view.spans:
-            store.append(span, rows_TC[span.rows])
-            cache_LC, first = store.history(span)
+            cache_LC, first = store.history(view, span)
             assert first == 0, "latent attention sees the whole sequence"
             out_THV[span.rows] = self._attend(q_THD[span.rows], cache_LC, span, selected_TA)
         if self.gate is not None and self.gate_of is not None:

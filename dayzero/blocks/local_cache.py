@@ -1,6 +1,7 @@
-"""Dense stores that grow: the cache of the reference path, in one process, without pages.
+"""A cache that grows as it is needed: for one process without an engine (alignment, tests, a first answer).
 
-Fresh memory is filled with NaN, so that a row that was never written cannot pass for zeros.
+Records lie in pages, as in an engine's pool, so that blocks and operators see the same thing; pages are never freed
+before their sequence is. Fresh memory is filled with NaN, so that a row that was never written cannot pass for zeros.
 """
 
 from __future__ import annotations
@@ -12,77 +13,74 @@ from torch import Tensor
 
 from dayzero.arch.spec import ModelSpec
 from dayzero.decl import CacheNeed
-from dayzero.view import Span, StateStore, StepView, TokenStore
+from dayzero.view import Paged, Span, StateStore, StepView, TokenStore, Where
 
-FIRST_TOKENS = 64
+PAGE_TOKENS = 64
+TOKENS, STATES = "tokens", "states"  # the two groups
 
 
-class DenseTokens:
-    """Records of one need by request row, one buffer each that doubles when it is full."""
+class LocalTokens:
+    """Records of one need, [N, page, *need.shape]; N doubles when a block beyond it is written."""
 
     def __init__(self, need: CacheNeed, dtype: torch.dtype) -> None:
-        self.need, self.dtype = need, dtype
-        self._buffers: dict[int, Tensor] = {}
-        self._lengths: dict[int, int] = {}
+        self.need = need
+        self._rows = torch.full((1, PAGE_TOKENS, *need.shape), torch.nan, dtype=dtype)
 
-    def append(self, span: Span, values: Tensor) -> None:
-        """Write values [count, *need.shape]; a start before the end drops what lay behind it."""
-        length = self._lengths.get(span.row, 0)
-        assert span.start <= length, f"{self.need.name}: tokens {length} to {span.start} of row {span.row} are missing"
-        assert tuple(values.shape) == (span.count, *self.need.shape), f"{self.need.name}: {tuple(values.shape)}"
-        end = span.start + span.count
-        buffer = self._grown(span.row, end, values.device)
-        buffer[span.start : end] = values.to(self.dtype)
-        self._lengths[span.row] = end
+    def append(self, view: StepView, values: Tensor) -> None:
+        """Write values [T, *need.shape]; a start before a sequence's end replaces what lay there."""
+        assert tuple(values.shape) == (view.tokens.shape[0], *self.need.shape), f"{self.need.name}: {values.shape}"
+        where = view.where[TOKENS]
+        self._grow(int(where.blocks.max()) + 1)
+        self._rows[where.blocks, where.offsets] = values.to(self._rows.dtype)
 
-    def history(self, span: Span) -> tuple[Tensor, int]:
-        """A view of the rows that the span's queries may see, and the position of the first; valid until the next
-        append. With a window no older rows are given."""
-        end = span.start + span.count
-        assert self._lengths.get(span.row) == end, f"{self.need.name}: append comes before history"
+    def pages(self, view: StepView) -> Paged:
+        where = view.where[TOKENS]
+        return Paged(self._rows, where.table, where.first, view.query_start, view.start, view.spans)
+
+    def history(self, view: StepView, span: Span) -> tuple[Tensor, int]:
+        """(records that the span's queries may see, position of the first); with a window no older ones are given."""
+        records, _ = self.pages(view).history(span)
         window = self.need.window
         first = 0 if window is None else max(0, span.start - window + 1)
-        return self._buffers[span.row][first:end], first
+        return records[first:], first
 
-    def drop(self, row: int) -> None:
-        self._buffers.pop(row, None)
-        self._lengths.pop(row, None)
-
-    def _grown(self, row: int, tokens: int, device: torch.device) -> Tensor:
-        held = self._buffers.get(row)
-        if held is not None and held.shape[0] >= tokens:
-            return held
-        size = max(tokens, FIRST_TOKENS if held is None else 2 * held.shape[0])
-        grown = torch.full((size, *self.need.shape), torch.nan, dtype=self.dtype, device=device)
-        if held is not None:
-            grown[: held.shape[0]] = held
-        self._buffers[row] = grown
-        return grown
+    def _grow(self, blocks: int) -> None:
+        held = self._rows.shape[0]
+        if held >= blocks:
+            return
+        grown = self._rows.new_full((max(blocks, 2 * held), *self._rows.shape[1:]), torch.nan)
+        grown[:held] = self._rows
+        self._rows = grown
 
 
-class DenseStates:
-    """The state of one need by request row, with the position it belongs to."""
+class LocalStates:
+    """The state of one need by sequence, with the position it belongs to."""
 
     def __init__(self, need: CacheNeed, dtype: torch.dtype) -> None:
         self.need, self.dtype = need, dtype
         self._states: dict[int, tuple[int, Tensor]] = {}
 
-    def read(self, span: Span) -> Tensor:
+    def read(self, view: StepView, span: Span) -> Tensor:
         """A copy of the state before the span's first token; zeros at the start of a sequence."""
         if span.start == 0:
             return torch.zeros(self.need.shape, dtype=self.dtype)
-        position, state = self._states.get(span.row, (0, None))
+        sequence = _sequence(view, span)
+        position, state = self._states.get(sequence, (0, None))
         assert state is not None and position == span.start, (
-            f"{self.need.name}: row {span.row} has the state before token {position}, but token {span.start} comes"
+            f"{self.need.name}: row {sequence} has the state before token {position}, but token {span.start} comes"
         )
         return state.clone()
 
-    def write(self, span: Span, value: Tensor) -> None:
+    def write(self, view: StepView, span: Span, value: Tensor) -> None:
         assert tuple(value.shape) == self.need.shape, f"{self.need.name}: {tuple(value.shape)}"
-        self._states[span.row] = (span.start + span.count, value.to(self.dtype, copy=True))
+        self._states[_sequence(view, span)] = (span.start + span.count, value.to(self.dtype, copy=True))
 
-    def drop(self, row: int) -> None:
-        self._states.pop(row, None)
+    def drop(self, sequence: int) -> None:
+        self._states.pop(sequence, None)
+
+
+def _sequence(view: StepView, span: Span) -> int:
+    return int(view.where[STATES].table[span.row, 0])
 
 
 class LocalCache:
@@ -93,16 +91,20 @@ class LocalCache:
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
-        self._stores: dict[str, DenseTokens | DenseStates] = {}
-        self._lengths: dict[int, int] = {}
         needs = spec.cache()
         self._has_states = any(need.unit == "state" for need in needs)
+        self._lengths: dict[int, int] = {}
+        self._blocks: dict[int, list[int]] = {}
+        self._free: list[int] = []
+        self._num_blocks = 0
+        own: dict[str, LocalTokens | LocalStates] = {}
         for need in needs:
             if need.shares is None:
                 kept = torch.float32 if need.element == "f32" else dtype
-                self._stores[need.name] = (DenseStates if need.unit == "state" else DenseTokens)(need, kept)
-        shared = {need.name: self._stores[need.shares] for need in needs if need.shares is not None}
-        self.stores: Mapping[str, TokenStore | StateStore] = {**self._stores, **shared}
+                own[need.name] = (LocalStates if need.unit == "state" else LocalTokens)(need, kept)
+        self._states = [store for store in own.values() if isinstance(store, LocalStates)]
+        shared = {need.name: own[need.shares] for need in needs if need.shares is not None}
+        self.stores: Mapping[str, TokenStore | StateStore] = {**own, **shared}
 
     def length(self, row: int = 0) -> int:
         """Tokens of ``row`` that steps have been made for."""
@@ -123,18 +125,49 @@ class LocalCache:
         tokens = [torch.as_tensor(t, dtype=torch.int64).reshape(-1) for _, t in parts]
         begins = [self.length(row) for row, _ in parts] if starts is None else list(starts)
         spans, first = [], 0
-        for (row, _), own, start in zip(parts, tokens, begins, strict=True):
+        for number, ((row, _), own, start) in enumerate(zip(parts, tokens, begins, strict=True)):
             length = self.length(row)
             assert own.numel() > 0 and 0 <= start <= length, f"row {row} holds {length} tokens, start is {start}"
             assert start in (0, length) or not self._has_states, "recurrent states cannot go back to the middle"
-            spans.append(Span(row, first, own.numel(), start))
+            spans.append(Span(number, first, own.numel(), start))
             self._lengths[row] = start + own.numel()
+            self._extend(row, start + own.numel())
             first += own.numel()
+        return self._view(torch.cat(tokens), tuple(spans), [row for row, _ in parts])
+
+    def _extend(self, row: int, tokens: int) -> None:
+        held = self._blocks.setdefault(row, [])
+        while len(held) * PAGE_TOKENS < tokens:
+            if not self._free:
+                self._free.append(self._num_blocks)
+                self._num_blocks += 1
+            held.append(self._free.pop())
+
+    def _view(self, tokens: Tensor, spans: tuple[Span, ...], rows: list[int]) -> StepView:
         positions = torch.cat([torch.arange(s.start, s.start + s.count) for s in spans])
-        return StepView(torch.cat(tokens), positions, tuple(spans), self.stores, {})
+        width = max(len(self._blocks[row]) for row in rows)
+        table = torch.zeros(len(rows), width, dtype=torch.int32)
+        for number, row in enumerate(rows):
+            table[number, : len(self._blocks[row])] = torch.tensor(self._blocks[row], dtype=torch.int32)
+        row_of_token = torch.repeat_interleave(torch.tensor([s.count for s in spans]))
+        blocks = table[row_of_token, positions // PAGE_TOKENS].long()
+        zeros, nothing = torch.zeros(len(rows), dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
+        states = torch.tensor(rows, dtype=torch.int32)[:, None]
+        return StepView(
+            tokens, positions, spans,
+            query_start=torch.tensor([*(s.first for s in spans), tokens.shape[0]], dtype=torch.int32),
+            start=torch.tensor([s.start for s in spans], dtype=torch.int32),
+            stores=self.stores,
+            where={
+                TOKENS: Where(table, zeros, blocks, positions % PAGE_TOKENS),
+                STATES: Where(states, zeros, nothing, nothing),
+            },
+            scratch={},
+        )  # fmt: skip
 
     def drop(self, row: int) -> None:
         """Forget a sequence."""
         self._lengths.pop(row, None)
-        for store in self._stores.values():
+        self._free += self._blocks.pop(row, [])
+        for store in self._states:
             store.drop(row)

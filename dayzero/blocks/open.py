@@ -10,7 +10,7 @@ import torch
 
 from dayzero.arch.raw import Raw
 from dayzero.arch.spec import ModelSpec
-from dayzero.checkpoint.config_json import read_object
+from dayzero.checkpoint.config_json import read_object, stated_dtype
 from dayzero.checkpoint.coverage import Coverage, cover
 from dayzero.checkpoint.index import Index, read_index
 from dayzero.checkpoint.source import Source, open_source
@@ -36,10 +36,13 @@ class LoadedModel:
     loader: Loader
 
 
-def open_model(where: str, *, recipe: str | None = None, dtype: torch.dtype = torch.float32) -> LoadedModel:
+def open_model(
+    where: str, *, recipe: str | None = None, dtype: torch.dtype | None = torch.float32
+) -> LoadedModel:
     """Open the checkpoint at ``where`` (folder, ``s3://…``, hub id). No parameter is read yet.
 
-    recipe: path or module of a recipe; default: the built-in one that the config fits. dtype: of the parameters.
+    recipe: path or module of a recipe; default: the built-in one that the config fits. dtype: of the parameters;
+    None: bfloat16 where the config states it, else float32.
     Errors: UsageError when ``where`` is no checkpoint, ConfigError for the config (unread keys included), ModelError
     when no recipe fits, CheckpointError when files are damaged or tensors are missing, unknown or stored otherwise
     than claimed.
@@ -55,6 +58,8 @@ def open_model(where: str, *, recipe: str | None = None, dtype: torch.dtype = to
     plan = blueprint(config, chosen, source=source, entries=index.entries)
     coverage = cover(plan.expansion, index.entries, plan.quant)
     _check_coverage(where, coverage)
+    if dtype is None:
+        dtype = torch.bfloat16 if stated_dtype(config) in ("bfloat16", "torch.bfloat16") else torch.float32
     loader = Loader(source, index, coverage, dtype)
     return LoadedModel(source, index, config, plan.raw, chosen, plan.spec, coverage, loader)
 

@@ -40,9 +40,9 @@ class IndexBlock:
         weights_TH = self.weights(x_TD)
         selected_TK = torch.full((x_TD.shape[0], spec.top_k), -1, dtype=torch.int64, device=x_TD.device)
         store = cast(TokenStore, view.stores[self.site.part("k")])
+        store.append(view, k_TD)
         for span in view.spans:
-            store.append(span, k_TD[span.rows])
-            k_LD, first = store.history(span)
+            k_LD, first = store.history(view, span)
             assert first == 0, "an index sees the whole sequence"
             scores_TL = self.score(q_THD[span.rows], k_LD, weights_TH[span.rows], start=span.start, scale=spec.scale)
             selected_TK[span.rows] = self.top_k(scores_TL, spec.top_k, start=span.start)

@@ -5,7 +5,7 @@ T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -100,6 +100,16 @@ class Layer:
         return carry
 
 
+def vocabulary_matrices(spec: ModelSpec, bound: Container[str] = ()) -> frozenset[str]:
+    """Parameters [V, D] of which the stack only takes rows and blocks of rows, so that a loader may give them by rows.
+
+    bound: ``contract@site`` of operators that run a variant: those may want the tensor, so theirs are left out.
+    """
+    head = "embed" if spec.tie.tied else "head"
+    taken = {(head, "linear.matmul_f32@head"), ("embed", "embed.lookup@embed")}
+    return frozenset(name for name, _ in taken) - {name for name, use in taken if use in bound}
+
+
 class Stack:
     """A whole model. Activations have the dtype of the parameters that ``load`` gives.
 
@@ -123,6 +133,21 @@ class Stack:
         self.site = Site("", bind, tap)
         self._held: dict[str, dict[str, Tensor]] = {}
         self._layers: dict[int, Layer] = {}
+
+    def load_all(self) -> Iterator[str]:
+        """Build everything that a forward needs, in the order of the layers; yields the name of each part once it is
+        there. For resident stacks that should not load while they answer."""
+        assert self.resident, "what is not resident is loaded when it is used"
+        self._params("embed")
+        yield "embed"
+        for number in range(len(self.spec.layers)):
+            self._layer(number)
+            yield f"layers.{number}"
+        for decl in (*self.spec.layers[-1].residual.close_params(), *self.spec.final_norm.params("final_norm")):
+            self._params(decl.name)
+        if not self.spec.tie.tied:
+            self._params("head")
+        yield "head"
 
     def _params(self, prefix: str) -> dict[str, Tensor]:
         if not self.resident:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dayzero.ops.cases_mixers import MIXER_CASES
+from dayzero.ops.cases_paged import PAGED_CASES
 from dayzero.ops.contract import Case
 from dayzero.ops.random_inputs import Inputs, strided
 
@@ -218,4 +219,5 @@ CASES: dict[str, tuple[Case, ...]] = {
     **_residual(),
     "sample.greedy": _greedy(),
     **MIXER_CASES,
+    **PAGED_CASES,
 }

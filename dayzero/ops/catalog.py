@@ -130,6 +130,7 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "linear.matmul_f32": ("linear:matmul_f32", _BIAS),
     "linear.grouped": ("linear:grouped", {}),
     "attention.causal": ("attention:causal", _CAUSAL),
+    "attention.paged": ("paged:paged", _CAUSAL),
     "attention.sparse": ("attention:sparse", _SPARSE),
     "attention.merge": ("attention:merge", {}),
     "attention.gate": ("attention:gate", {"per": ("channel", "head")}),
@@ -166,11 +167,16 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
 
 _VARIANTS = (
     Line("attention.causal", "tiled", "any", (), "dayzero.ops.attention:causal_tiled", _CAUSAL),
+    Line("attention.paged", "tiled", "any", (), "dayzero.ops.paged:paged_tiled", _CAUSAL),
     Line("attention.sparse", "gather", "any", (), "dayzero.ops.attention:sparse_gather", _SPARSE),
     Line("linear.matmul", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul", _BIAS),
     Line("linear.matmul_f32", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul_f32", _BIAS),
     Line(
         "attention.causal", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_causal",
+        {**_CAUSAL, "sinks": (False,), "softcap": (False,)},
+    ),
+    Line(
+        "attention.paged", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_paged",
         {**_CAUSAL, "sinks": (False,), "softcap": (False,)},
     ),
     Line(

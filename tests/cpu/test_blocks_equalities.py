@@ -58,8 +58,8 @@ def test_packed_sequences_equal_lone_ones(mixer: str, channel: str, residual: st
             stack.forward(cache.view(tokens[: split[row]], row=row))
     view = cache.views([(row, tokens[split[row] :]) for row, tokens in sequences.items()])
     got = stack.forward(view)
-    for span in view.spans:
-        close(got[span.rows], lone[span.row][split[span.row] :])
+    for span, row in zip(view.spans, sequences, strict=True):
+        close(got[span.rows], lone[row][split[row] :])
 
 
 def test_a_window_forgets_and_a_full_layer_does_not() -> None:

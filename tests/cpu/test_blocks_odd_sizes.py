@@ -105,9 +105,9 @@ def test_five_sequences_in_interleaved_chunks(name: str) -> None:
             continue
         view = cache.views(parts)
         got = made.forward(view)
-        for span in view.spans:
-            close(got[span.rows], lone[span.row][done[span.row] : done[span.row] + span.count])
-            done[span.row] += span.count
+        for span, (row, _) in zip(view.spans, parts, strict=True):
+            close(got[span.rows], lone[row][done[row] : done[row] + span.count])
+            done[row] += span.count
     cache.drop(3)  # another sequence in the place of an ended one sees nothing of it
     close(made.forward(cache.view(sequences[9], row=3)), lone[9])
 

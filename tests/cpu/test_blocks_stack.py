@@ -91,7 +91,7 @@ def test_a_parameter_that_no_block_uses_is_refused() -> None:
 def test_bound_variants_are_used_or_refused() -> None:
     tokens = token_ids(8)
     want = in_chunks(stack_of(HYBRID), tokens, 8)
-    fast = Stack(HYBRID, loader(random_params(HYBRID)), bind=binder({"attention.causal": "tiled"}))
+    fast = Stack(HYBRID, loader(random_params(HYBRID)), bind=binder({"attention.paged": "tiled"}))
     torch.testing.assert_close(in_chunks(fast, tokens, 8), want, rtol=1e-5, atol=1e-5)
     with pytest.raises(UsageError, match="no variant 'fused'"):
         in_chunks(Stack(HYBRID, loader(random_params(HYBRID)), bind=binder({"linear.matmul": "fused"})), tokens, 8)
@@ -105,19 +105,33 @@ def test_an_activation_gets_its_own_constants_only() -> None:
 def test_fresh_cache_memory_is_poisoned_and_grows() -> None:
     cache = LocalCache(SPEC, torch.float32)
     store = cache.stores["layers.0.mixer.latent"]
-    store.append(Span(0, 0, 3, 0), torch.ones(3, 24))
-    assert store._buffers[0][3:].isnan().all()
-    store.append(Span(0, 0, 200, 3), torch.full((200, 24), 2.0))
-    rows, first = store.history(Span(0, 0, 200, 3))
-    assert first == 0 and rows.shape == (203, 24) and rows[2].eq(1).all() and rows[3:].eq(2).all()
+    first_view = cache.view(token_ids(3))
+    store.append(first_view, torch.ones(3, 24))
+    rows = store.pages(first_view).rows
+    assert rows[0, 3:].isnan().all() and not rows[0, :3].isnan().any()
+    view = cache.view(token_ids(200))
+    store.append(view, torch.full((200, 24), 2.0))
+    rows, first = store.history(view, view.spans[0])
+    assert first == 0 and rows.shape == (203, 24) and rows[:3].eq(1).all() and rows[3:].eq(2).all()
+
+
+def test_sequences_do_not_share_pages_and_give_them_back() -> None:
+    cache = LocalCache(SPEC, torch.float32)
+    store = cache.stores["layers.0.mixer.latent"]
+    view = cache.views([(0, token_ids(70)), (1, token_ids(5))])
+    used = view.where["tokens"].table
+    assert len({int(b) for b in (used[0, 0], used[0, 1], used[1, 0])}) == 3
+    store.append(view, torch.arange(75.0)[:, None].expand(75, 24))
+    assert torch.equal(store.history(view, view.spans[1])[0][:, 0], torch.arange(70.0, 75.0))
+    cache.drop(0)
+    again = cache.view(token_ids(100), row=2)
+    assert set(again.where["tokens"].table[0].tolist()) == set(used[0].tolist())
 
 
 def test_a_gap_in_a_sequence_is_refused() -> None:
     cache = LocalCache(SPEC, torch.float32)
     with pytest.raises(AssertionError, match="row 0 holds 0 tokens, start is 4"):
         cache.view([1, 2], start=4)
-    with pytest.raises(AssertionError, match="append comes before history"):
-        cache.stores["layers.0.mixer.latent"].history(Span(0, 0, 1, 0))
 
 
 def test_going_back_truncates_tokens_but_not_states() -> None:
@@ -138,9 +152,10 @@ def test_going_back_truncates_tokens_but_not_states() -> None:
 def test_a_stale_state_is_refused() -> None:
     cache = LocalCache(HYBRID, torch.float32)
     store = cache.stores["layers.0.mixer.state"]
-    store.write(Span(0, 0, 4, 0), torch.zeros(4, 8, 6))
+    view = cache.view(token_ids(4))
+    store.write(view, view.spans[0], torch.zeros(4, 8, 6))
     with pytest.raises(AssertionError, match="state before token 4, but token 5 comes"):
-        store.read(Span(0, 0, 1, 5))
+        store.read(view, Span(0, 0, 1, 5))
 
 
 def test_greedy_stops_before_a_stop_id_and_chunks_change_nothing() -> None:
@@ -159,8 +174,9 @@ def test_records_are_kept_in_the_caches_dtype_and_states_in_float32() -> None:
     params = {n: v if n.endswith(("a_log", "dt_bias", "conv", "o_norm")) else v.bfloat16()
               for n, v in random_params(HYBRID).items()}  # fmt: skip
     stack = Stack(HYBRID, loader(params))
-    hidden = stack.forward(cache.view(token_ids(6)))
+    view = cache.view(token_ids(6))
+    hidden = stack.forward(view)
     assert hidden.dtype is torch.bfloat16 and stack.head(hidden).dtype is torch.float32
     span = Span(0, 0, 1, 6)
-    assert cache.stores["layers.0.mixer.state"].read(span).dtype is torch.float32
-    assert cache.stores["layers.0.mixer.q_conv"].read(span).dtype is torch.bfloat16
+    assert cache.stores["layers.0.mixer.state"].read(view, span).dtype is torch.float32
+    assert cache.stores["layers.0.mixer.q_conv"].read(view, span).dtype is torch.bfloat16

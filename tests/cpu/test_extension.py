@@ -142,7 +142,7 @@ def test_an_answer_runs_the_packages_operators(installed: Path, twin: str) -> No
     said = json.loads(done.stdout)
     assert isinstance(said["answer"], str) and set(said["bindings"].values()) == {"torch_cpu"}
     assert "no operator contract 'average.window'" in said["without"]
-    assert {"linear.matmul@layers.0.mixer.v", "attention.causal@layers.1.mixer.attend"} <= set(said["bindings"])
+    assert {"linear.matmul@layers.0.mixer.v", "attention.paged@layers.1.mixer.attend"} <= set(said["bindings"])
     assert not any(key.startswith("average.window") for key in said["bindings"])
 
 

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from dayzero.ops.activation import glu
 from dayzero.ops.attention import visible
+from dayzero.ops.paged import by_row
+from dayzero.view import Paged
 
 
 def matmul(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -58,6 +60,11 @@ def attention_causal(
     blind_T = ~mask_TL.any(-1)
     out_THV = out[0].transpose(0, 1)[..., :value_width].masked_fill(blind_T[:, None, None], 0.0)
     return out_THV, lse[0].T.masked_fill(blind_T[:, None], float("-inf"))
+
+
+def attention_paged(q_THD: Tensor, keys: Paged, values: Paged, **options: Any) -> tuple[Tensor, Tensor]:
+    """``attention.paged`` by ``attention_causal``, row by row."""
+    return by_row(attention_causal, q_THD, keys, values, **options)
 
 
 def moe_experts(

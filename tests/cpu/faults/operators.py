@@ -18,27 +18,33 @@ from dayzero.ops.latent import attend_absorbed
 from dayzero.ops.linear import matmul
 from dayzero.ops.moe import experts, route
 from dayzero.ops.norm import inverse_rms, layer, rms, rms_gated
+from dayzero.ops.paged import by_row, paged
 from dayzero.ops.recurrence import _prepare, delta_recurrent, gate_softplus
 from dayzero.ops.rope import apply
 from dayzero.ops.sparse_index import score, top_k
+from dayzero.view import Paged
 from tests.cpu.faults.catalogue import Fault, Plant, first
 
 # --- attention and rope -------------------------------------------------------------------------------------------
 
 
-def sinks_dropped(q_THD: Tensor, k: Tensor, v: Tensor, *, sinks_H: Tensor | None = None, **given: Any) -> Any:
-    return causal.body(q_THD, k, v, **given)
+def sinks_dropped(q_THD: Tensor, keys: Paged, values: Paged, *, sinks_H: Tensor | None = None, **given: Any) -> Any:
+    return paged.body(q_THD, keys, values, **given)
 
 
-def sinks_scaled(q_THD: Tensor, k: Tensor, v: Tensor, *, sinks_H: Tensor, scale: float, **given: Any) -> Any:
+def sinks_scaled(q_THD: Tensor, keys: Paged, values: Paged, *, sinks_H: Tensor, scale: float, **given: Any) -> Any:
     """The sink logit takes the softmax scale that only q·k should."""
-    return causal.body(q_THD, k, v, sinks_H=sinks_H * scale, scale=scale, **given)
+    return paged.body(q_THD, keys, values, sinks_H=sinks_H * scale, scale=scale, **given)
 
 
-def heads_tiled(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, **given: Any) -> Any:
+def heads_tiled(q_THD: Tensor, keys: Paged, values: Paged, **given: Any) -> Any:
     """Query head h reads key head h % K instead of h // (H / K): repeat where repeat_interleave is meant."""
-    times = q_THD.shape[1] // k_LKD.shape[1]
-    return causal.body(q_THD, k_LKD.repeat(1, times, 1), v_LKD.repeat(1, times, 1), **given)
+
+    def attend(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        times = q_THD.shape[1] // k_LKD.shape[1]
+        return causal.body(q_THD, k_LKD.repeat(1, times, 1), v_LKD.repeat(1, times, 1), **options)
+
+    return by_row(attend, q_THD, keys, values, **given)
 
 
 def values_first(q_THD: Tensor, cache_LC: Tensor, kv_b: Tensor, **given: Any) -> Any:
@@ -235,9 +241,9 @@ def activation_dropped(x_TC: Tensor, weight_CW: Tensor, *rest: Any, act: str | N
 
 # (function, contract, kind, report, twin, pattern)
 TABLE: tuple[tuple[Any, str, str, str, str, str], ...] = (
-    (sinks_dropped, "attention.causal", "A", "vllm#49815", "sinks", first("layers.0.mixer")),
-    (sinks_scaled, "attention.causal", "F", "", "sinks", first("layers.0.mixer")),
-    (heads_tiled, "attention.causal", "E", "", "sinks", first("layers.0.mixer")),
+    (sinks_dropped, "attention.paged", "A", "vllm#49815", "sinks", first("layers.0.mixer")),
+    (sinks_scaled, "attention.paged", "F", "", "sinks", first("layers.0.mixer")),
+    (heads_tiled, "attention.paged", "E", "", "sinks", first("layers.0.mixer")),
     (values_first, "latent.attend_absorbed", "E", "sglang-jax#1036", "latent", first("layers.0.mixer")),
     (position_shifted, "rope.apply", "E", "", "sinks", first("layers.0.mixer")),
     (relu_dropped, "sparse_index.score", "E", "", "index", first("layers.0.index")),

@@ -25,9 +25,9 @@ class MeanBlock:
         v_TW = self.v(x_TD)
         out_TW = torch.empty_like(v_TW)
         store = cast(TokenStore, view.stores[self.site.part("v")])
+        store.append(view, v_TW)
         for span in view.spans:
-            store.append(span, v_TW[span.rows])
-            rows_LW, _ = store.history(span)
+            rows_LW, _ = store.history(view, span)
             out_TW[span.rows] = self.average(rows_LW, span.count, self.spec.window)
         return self.o((torch.sigmoid(self.gate(x_TD).double()) * out_TW.double()).to(x_TD.dtype))
 
