@@ -30,6 +30,8 @@ class Attention:
     window: tokens visible, the current one included. sinks: a learned logit per head joins the softmax and is dropped.
     qk_norm: RMS norm over each head's q and k. gate: q's rows are [q | gate] per head, σ(gate) multiplies the output.
     bias: q, k, v have biases; out_bias: the output projection has one. softmax_scale multiplies q·k.
+    kv_layer: number of the earlier layer whose keys and values this one reads (cross-layer attention, arXiv 2405.12981;
+    Gemma 3n); it makes and stores none of its own.
     """
 
     dim: int
@@ -44,46 +46,55 @@ class Attention:
     gate: bool = False
     bias: bool = False
     out_bias: bool = False
+    kv_layer: int | None = None
 
     kind = "attention"
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """Projections of the input that this layer makes."""
+        return ("q", "k", "v") if self.kv_layer is None else ("q",)
 
     def params(self, p: str) -> list[ParamDecl]:
         q_unit = self.head_dim * (2 if self.gate else 1)
         q_cut = (Cut(0, "tp", q_unit),)
         kv_cut = (Cut(0, "tp", self.head_dim, repeat=True),)
-        out = [
-            ParamDecl(f"{p}.q", (self.heads * q_unit, self.dim), cuts=q_cut),
-            ParamDecl(f"{p}.k", (self.kv_heads * self.head_dim, self.dim), cuts=kv_cut),
-            ParamDecl(f"{p}.v", (self.kv_heads * self.head_dim, self.dim), cuts=kv_cut),
-            ParamDecl(f"{p}.o", (self.dim, self.heads * self.head_dim), cuts=(Cut(1, "tp", self.head_dim),)),
-        ]
+        sizes = {"q": (self.heads * q_unit, q_cut), **dict.fromkeys("kv", (self.kv_heads * self.head_dim, kv_cut))}
+        out = [ParamDecl(f"{p}.{n}", (sizes[n][0], self.dim), cuts=sizes[n][1]) for n in self.made]
+        out.append(ParamDecl(f"{p}.o", (self.dim, self.heads * self.head_dim), cuts=(Cut(1, "tp", self.head_dim),)))
         if self.bias:
-            out += [
-                ParamDecl(f"{p}.q_bias", (self.heads * q_unit,), "bias", cuts=q_cut),
-                ParamDecl(f"{p}.k_bias", (self.kv_heads * self.head_dim,), "bias", cuts=kv_cut),
-                ParamDecl(f"{p}.v_bias", (self.kv_heads * self.head_dim,), "bias", cuts=kv_cut),
-            ]
+            out += [ParamDecl(f"{p}.{n}_bias", (sizes[n][0],), "bias", cuts=sizes[n][1]) for n in self.made]
         if self.out_bias:
             out.append(ParamDecl(f"{p}.o_bias", (self.dim,), "bias"))
         if self.qk_norm:
-            out += self.qk_norm.params(f"{p}.q_norm") + self.qk_norm.params(f"{p}.k_norm")
+            out += [decl for n in self._normed() for decl in self.qk_norm.params(f"{p}.{n}_norm")]
         if self.sinks:
             out.append(ParamDecl(f"{p}.sinks", (self.heads,), "scalar", cuts=(Cut(0, "tp"),)))
         return out
 
+    def _normed(self) -> tuple[str, ...]:
+        return tuple(n for n in self.made if n != "v")
+
     def cache(self, p: str) -> list[CacheNeed]:
         cut = (Cut(0, "tp", repeat=True),)
         shape = (self.kv_heads, self.head_dim)
-        return [CacheNeed(f"{p}.{part}", shape, "bf16", "kv_bf16", cuts=cut, window=self.window) for part in ("k", "v")]
+        owner = None if self.kv_layer is None else f"layers.{self.kv_layer}.mixer"
+        return [
+            CacheNeed(
+                f"{p}.{part}", shape, "bf16", "kv_bf16", cuts=cut, window=self.window,
+                shares=owner and f"{owner}.{part}",
+            )
+            for part in ("k", "v")
+        ]  # fmt: skip
 
     def contracts(self, p: str) -> list[OpUse]:
         traits = (("sinks", self.sinks), ("window", self.window is not None))
-        out = [linear_use(f"{p}.{n}") for n in ("q", "k", "v", "o")]
+        out = [linear_use(f"{p}.{n}") for n in (*self.made, "o")]
         out.append(OpUse("attention.paged", f"{p}.attend", traits))
         if self.rope:
             out.append(rope_use(self.rope, f"{p}.rope"))
         if self.qk_norm:
-            out += [self.qk_norm.use(f"{p}.q_norm"), self.qk_norm.use(f"{p}.k_norm")]
+            out += [self.qk_norm.use(f"{p}.{n}_norm") for n in self._normed()]
         if self.gate:
             out.append(OpUse("attention.gate", f"{p}.gate", (("per", "channel"),)))
         return out

@@ -39,10 +39,23 @@ def unsound(spec: ModelSpec) -> list[str]:
     owners = [m.index.shared for m in (layer.mixer for layer in spec.layers) if isinstance(m, MLA) and m.index]
     if owners and owners[0]:
         found["the first layer with a sparse index shares one, but none before it owns one (indexer_types)"] = None
+    for number, layer in enumerate(spec.layers):
+        if isinstance(layer.mixer, Attention) and layer.mixer.kv_layer is not None:
+            found.update(dict.fromkeys(_shared(spec, number, layer.mixer)))
     if spec.vision is not None and spec.vision.qkv_dim % spec.vision.heads:
         told = f"{spec.vision.qkv_dim} over {spec.vision.heads} heads"
         found[f"the vision tower's width does not divide: {told} (qkv_hidden_size, vt_num_attention_heads)"] = None
     return list(found)
+
+
+def _shared(spec: ModelSpec, number: int, mixer: Attention) -> Iterator[str]:
+    """A layer that reads another's keys and values: that one is earlier, has some, and they have the same shape."""
+    owner = mixer.kv_layer or 0
+    other = spec.layers[owner].mixer if 0 <= owner < number else None
+    if not isinstance(other, Attention) or other.kv_layer is not None:
+        yield f"layer {number} reads keys and values of layer {owner}, which is no earlier attention layer with its own"
+    elif (other.kv_heads, other.head_dim) != (mixer.kv_heads, mixer.head_dim):
+        yield f"layer {number} reads keys and values of layer {owner}, whose heads have another shape"
 
 
 def _sizes(*named: tuple[str, int | None]) -> Iterator[str]:

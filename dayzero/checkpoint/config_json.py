@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from dayzero.checkpoint.source import Source
@@ -29,6 +29,16 @@ def read_object(source: Source, file: str, *, sizes: bool = True) -> tuple[dict[
     if sizes:
         check_sizes(value, f"{file} of {source.name}")
     return value, repeated
+
+
+def stated_dtype(config: Mapping[str, Any]) -> str | None:
+    """The element type that the weights were published in, old spelling or new, e.g. ``bfloat16``."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(part.get(key), str):
+                return str(part[key])
+    return None
 
 
 def check_sizes(config: dict[str, Any], name: str) -> None:

@@ -16,6 +16,7 @@ from dayzero.arch.norms import Activation, Norm
 from dayzero.arch.outside import OutsideChannel, OutsideMixer
 from dayzero.arch.rope import Rope
 from dayzero.arch.spec import LayerSpec, ModelSpec
+from dayzero.checkpoint.config_json import stated_dtype
 from dayzero.errors import ConfigError
 from dayzero.planner.layer_text import numbers_text
 
@@ -38,20 +39,11 @@ def effective_values(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, An
     }
     out.setdefault("norms", []).append({"site": "final_norm", **_norm(spec.final_norm), "layers": "after the last"})
     out["tie"] = {"tied": spec.tie.tied, "source": spec.tie.source}
-    out["dtype"] = _dtype(config)
+    out["dtype"] = stated_dtype(config)
     out["max_positions"] = spec.max_positions
     out["embed_scale"] = spec.embed_scale
     out["facts"] = {str(k): v for k, v in spec.facts.items()}
     return out
-
-
-def _dtype(config: Mapping[str, Any]) -> str | None:
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(part.get(key), str):
-                return str(part[key])
-    return None
 
 
 def _of_layer(layer: LayerSpec) -> Iterator[tuple[str, Value]]:

@@ -1,0 +1,133 @@
+"""The pool as tensors: one run of bytes, and for each cache need a store that reads and writes its records in it.
+
+Block numbers on the device count in units of 256 bytes from the start of the pool, so that one number means the same
+for every group and every need; ``device_numbers`` makes them from the manager's block ids.
+
+T tokens, R rows, P pages, N block numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dayzero.cache.layout import Group, Layout, Place
+from dayzero.view import Paged, Span, StateStore, StepView, TokenStore
+
+UNIT_BYTES = 256
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+NOT_A_NUMBER = 0xFF  # bytes of all ones are a NaN in every float format
+
+
+def device_numbers(layout: Layout, group: Group, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Block ids of ``group`` -> numbers on the device, int32, same shape."""
+    ids = np.asarray(blocks, dtype=np.int64)
+    slabs, within = np.divmod(ids, group.blocks_per_slab)
+    units = slabs * (layout.slab_bytes // UNIT_BYTES) + within * (group.block_bytes // UNIT_BYTES)
+    return units.astype(np.int32)
+
+
+class PoolTokens:
+    """Records of one need in the pool, [N, page, *shape]. checked: refuse writes outside the pool (debug)."""
+
+    def __init__(self, group: Group, place: Place, pool: Tensor, checked: bool) -> None:
+        self.group, self.place, self.checked = group, place, checked
+        self.rows = _blocks_of(pool, place, (group.page_tokens, *place.shape))
+
+    def append(self, view: StepView, values: Tensor) -> None:
+        """Write values [T, *shape], one record for each token of the step."""
+        where = view.where[self.group.name]
+        if self.checked:
+            self._check(view, values)
+        self.rows[where.blocks, where.offsets] = values.to(self.rows.dtype)
+
+    def pages(self, view: StepView) -> Paged:
+        """All rows' records, where they lie."""
+        where = view.where[self.group.name]
+        return Paged(self.rows, where.table, where.first, view.query_start, view.start, view.spans)
+
+    def history(self, view: StepView, span: Span) -> tuple[Tensor, int]:
+        """(a copy of the records [L, *shape], position of the first)."""
+        return self.pages(view).history(span)
+
+    def _check(self, view: StepView, values: Tensor) -> None:
+        where, name = view.where[self.group.name], self.place.need
+        assert tuple(values.shape) == (view.tokens.shape[0], *self.place.shape), f"{name}: {tuple(values.shape)}"
+        slots = where.blocks * self.group.page_tokens + where.offsets
+        assert slots.unique().numel() == slots.numel(), f"{name}: two tokens of a step are written to one place"
+        inside = (where.blocks >= 0) & (where.blocks < self.rows.shape[0])
+        inside &= (where.offsets >= 0) & (where.offsets < self.group.page_tokens)
+        assert bool(inside.all()), f"{name}: a token would be written outside the pool"
+
+
+class PoolStates:
+    """The state of one need in the pool, [N, *shape]; ``layer`` is its layer's column in the group's table."""
+
+    def __init__(self, group: Group, place: Place, layer: int, pool: Tensor) -> None:
+        self.group, self.place, self.layer = group, place, layer
+        self.rows = _blocks_of(pool, place, place.shape)
+
+    def read(self, view: StepView, span: Span) -> Tensor:
+        """A copy of the state before the span's first token; zeros at the start of a sequence."""
+        if span.start == 0:
+            return self.rows.new_zeros(self.place.shape)
+        return self.rows[self._block(view, span)].clone()
+
+    def write(self, view: StepView, span: Span, value: Tensor) -> None:
+        assert tuple(value.shape) == self.place.shape, f"{self.place.need}: {tuple(value.shape)}"
+        self.rows[self._block(view, span)] = value.to(self.rows.dtype)
+
+    def _block(self, view: StepView, span: Span) -> int:
+        return int(view.where[self.group.name].table[span.row, self.layer])
+
+
+class PoolViews:
+    """The pool's memory and every store over it. poison: fill it with NaN first (debug, tests)."""
+
+    def __init__(
+        self, layout: Layout, num_slabs: int, *, device: str = "cpu", poison: bool = False, checked: bool = False
+    ) -> None:
+        self.layout = layout
+        size = num_slabs * layout.slab_bytes
+        self.pool = torch.empty(size, dtype=torch.uint8, device=device)
+        if poison:
+            self.pool.fill_(NOT_A_NUMBER)
+        self.groups = {group.name: group for group in layout.groups}
+        own: dict[str, TokenStore | StateStore] = {}
+        for group in layout.groups:
+            own |= dict(_stores(group, self.pool, checked))
+        self.stores: Mapping[str, TokenStore | StateStore] = {
+            **own, **{need: own[owner] for need, owner in layout.aliases.items()}
+        }  # fmt: skip
+
+    def copy_blocks(self, group: str, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy whole blocks, source[i] -> target[i] (block ids of the manager)."""
+        made = self.groups[group]
+        num = (self.pool.shape[0] - made.block_bytes) // UNIT_BYTES + 1
+        blocks = self.pool.as_strided((num, made.block_bytes), (UNIT_BYTES, 1))
+        where = [torch.from_numpy(device_numbers(self.layout, made, ids)).long() for ids in (source, target)]
+        blocks[where[1]] = blocks[where[0]]
+
+
+def _stores(group: Group, pool: Tensor, checked: bool) -> Iterable[tuple[str, TokenStore | StateStore]]:
+    if group.unit == "token":
+        for place in group.places:
+            yield place.need, PoolTokens(group, place, pool, checked)
+        return
+    for layer, needs in enumerate(group.layers):
+        for need, place in zip(needs, group.places, strict=True):
+            yield need, PoolStates(group, place, layer, pool)
+
+
+def _blocks_of(pool: Tensor, place: Place, shape: tuple[int, ...]) -> Tensor:
+    """[N, *shape]: what lies ``place.offset`` bytes behind each block number. Views overlap; numbers do not."""
+    dtype = DTYPES[place.element]
+    size = dtype.itemsize
+    assert place.offset % size == 0 and UNIT_BYTES % size == 0
+    strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    num = max(0, (pool.shape[0] - place.offset - prod(shape) * size) // UNIT_BYTES + 1)
+    return pool.view(dtype).as_strided((num, *shape), (UNIT_BYTES // size, *strides), place.offset // size)

@@ -1,0 +1,157 @@
+"""From a LaunchSpec to a model in memory: recipe, weights, bindings, cache layout, and what a caller is told of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dayzero.arch.spec import ModelSpec
+from dayzero.blocks.open import LoadedModel, open_model
+from dayzero.blocks.site import binder
+from dayzero.blocks.stack import Stack
+from dayzero.cache.layout import Layout, lay_out
+from dayzero.engine.api import EngineInfo
+from dayzero.engine.config import EngineConfig
+from dayzero.engine.launch import LaunchSpec, LoadProgress
+from dayzero.errors import MachineError
+from dayzero.ops.bind import bound_uses, load_entry_points
+from dayzero.ops.catalog import REFERENCE
+from dayzero.planner.bindings import choose
+from dayzero.planner.detect import detect
+from dayzero.planner.tokenizer_files import read_tokenizer_files
+from dayzero.units import bytes_text, counted
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+POOL_SHARE = 0.5  # of the memory that is free behind the weights
+MOST_POOL_BYTES = 8 << 30  # unless the caller asks for more
+EVERYWHERE = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run."""
+
+    model: LoadedModel
+    stack: Stack
+    layout: Layout
+    num_slabs: int
+    info: EngineInfo
+
+
+def load_model(launch: LaunchSpec, progress: LoadProgress | None = None) -> Loaded:
+    """Read every parameter once, bound to the operators the plan chose. Errors: those of ``open_model``; UsageError
+    for bindings; MachineError when weights or one sequence do not fit into memory."""
+    config = launch.config
+    catalog, _ = load_entry_points()
+    model = open_model(launch.source, recipe=launch.recipe, dtype=DTYPES.get(config.dtype))
+    dtype = model.loader.dtype
+    hardware, _ = detect()
+    asked = dict(config.bindings)
+    uses = model.spec.contracts()
+    if asked.pop(EVERYWHERE, None) == REFERENCE:
+        bindings: Mapping[str, str] = {}
+    else:
+        bindings = choose(uses, hardware, ELEMENTS[dtype], catalog)
+    bindings = {**bindings, **bound_uses(asked, uses, catalog)}
+    stack = Stack(model.spec, model.loader.load, bind=binder(bindings, catalog))
+    total = float(sum(entry.nbytes for entry in model.index.entries.values()))
+    for _ in stack.load_all():
+        if progress is not None:
+            progress(float(model.loader.bytes_read), total)
+    layout = lay_out(model.spec.cache(), dtype=ELEMENTS[dtype], page_tokens=config.page_tokens)
+    num_slabs = _pool_slabs(layout, config, model.spec)
+    info = _info(launch, model, layout, num_slabs, bindings)
+    return Loaded(model, stack, layout, num_slabs, info)
+
+
+def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec) -> int:
+    """Slabs of the pool: as many bytes as asked for; else half of what is free, up to what can ever be used.
+
+    MachineError when not even the shortest sequence fits.
+    """
+    if config.pool_bytes is not None:
+        size = config.pool_bytes
+    else:
+        longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
+        full = config.max_running * (longest * layout.token_bytes + layout.window_bytes + 2 * layout.state_footprint)
+        size = min(int(POOL_SHARE * _free_bytes()), MOST_POOL_BYTES, max(full, 64 * layout.slab_bytes))
+    least = layout.slab_bytes * max(1, len(layout.token_groups)) + 2 * layout.state_footprint
+    if size < least:
+        raise MachineError(
+            f"The cache pool has {bytes_text(size)}, but one sequence needs {bytes_text(least)}; give --pool-bytes or "
+            "free memory."
+        )
+    return size // layout.slab_bytes
+
+
+def _free_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _info(
+    launch: LaunchSpec, model: LoadedModel, layout: Layout, num_slabs: int, bindings: Mapping[str, str]
+) -> EngineInfo:
+    config, spec, dtype = launch.config, model.spec, ELEMENTS[model.loader.dtype]
+    files = read_tokenizer_files(model.source, model.config)
+    stops = sorted({*files.stop, *spec.stop_ids, *launch.stop_ids} & set(range(spec.vocab)))
+    pool_tokens = _pool_tokens(layout, num_slabs)
+    longest = min(spec.max_positions, config.max_model_len or spec.max_positions, pool_tokens)
+    if longest < 2:
+        raise MachineError(f"The cache pool holds {pool_tokens} tokens of one sequence; give a larger --pool-bytes.")
+    pool = f"{bytes_text(num_slabs * layout.slab_bytes)}, {pool_tokens:,} tokens of one sequence"
+    table = [
+        ("model", f"{spec.family}, {len(spec.layers)} layers, {dtype}"),
+        ("weights", bytes_text(model.loader.bytes_read)),
+        *_binding_rows(bindings, spec),
+        ("pool", pool),
+        *layout.lines(),
+        ("longest context", f"{longest:,} tokens"),
+        ("concurrency", f"{config.max_running} requests, {config.max_step_tokens:,} tokens a step"),
+        ("prefix cache", _prefix_row(layout, config)),
+        ("stop ids", ", ".join(f"{i} ({'; '.join(files.stop.get(i, ['recipe']))})" for i in stops) or "none"),
+    ]
+    defaults = {key: value for key, value in files.sampling.items() if value is not None} | launch.defaults
+    return EngineInfo(
+        source=launch.source, family=spec.family, dtype=dtype, max_model_len=longest, vocab=spec.vocab, stop_ids=stops,
+        defaults=defaults, table=table, page_tokens=layout.page_tokens, pool_tokens=pool_tokens,
+        max_running=config.max_running, facts={"bindings": dict(bindings), "bytes_read": model.loader.bytes_read},
+    )  # fmt: skip
+
+
+def _pool_tokens(layout: Layout, num_slabs: int) -> int:
+    """Longest single sequence that the empty pool holds, in tokens; a lower bound where groups share slabs."""
+    if not any(group.window is None for group in layout.token_groups):
+        return 1 << 40
+    states = sum(-(-2 * len(g.layers) // g.blocks_per_slab) for g in layout.state_groups)
+    windows = sum(
+        -(-(g.window // layout.page_tokens + 2) // g.blocks_per_slab)
+        for g in layout.token_groups
+        if g.window is not None
+    )
+    left = num_slabs - states - windows
+    per_slab = min(g.blocks_per_slab for g in layout.token_groups if g.window is None)
+    return max(0, left) * per_slab * layout.page_tokens
+
+
+def _binding_rows(bindings: Mapping[str, str], spec: ModelSpec) -> list[tuple[str, str]]:
+    """Which operators run which variant, by contract."""
+    found: dict[str, dict[str, int]] = {}
+    for use in spec.contracts():
+        variant = bindings.get(f"{use.contract}@{use.site}", bindings.get(use.contract, REFERENCE))
+        counts = found.setdefault(use.contract, {})
+        counts[variant] = counts.get(variant, 0) + 1
+    return [
+        (f"operator {contract}", ", ".join(f"{variant} at {counted(n, 'site')}" for variant, n in counts.items()))
+        for contract, counts in sorted(found.items())
+    ]
+
+
+def _prefix_row(layout: Layout, config: EngineConfig) -> str:
+    if not config.prefix_cache:
+        return "off"
+    least = f"smallest reusable prefix {counted(layout.page_tokens, 'token')}"
+    return f"on, {least}" + ("; hybrids need a state snapshot there as well" if layout.state_groups else "")

@@ -1,0 +1,77 @@
+"""From a Step to the StepView that blocks read: one packed copy of ids, positions and tables a step.
+
+T tokens, R rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dayzero.cache.layout import Group
+from dayzero.cache.views import PoolViews, device_numbers
+from dayzero.engine.step import GroupRows, Row, Step
+from dayzero.view import Span, StepView, Where
+
+
+class Slots:
+    """What the device remembers of each running request between steps: its newest sampled token.
+
+    ``newest`` [max_running] int64 is written by ``keep`` and read by rows whose last input is still in flight.
+    """
+
+    def __init__(self, views: PoolViews, max_running: int) -> None:
+        self.views = views
+        self.newest = torch.zeros(max_running, dtype=torch.int64, device=views.pool.device)
+
+    def keep(self, slots: list[int], tokens: Tensor) -> None:
+        """Remember tokens [S] as the newest of ``slots``."""
+        self.newest[torch.tensor(slots, dtype=torch.int64)] = tokens
+
+    def view(self, step: Step) -> StepView:
+        """The inputs of ``step``. Late tokens are read from ``newest`` now, so the step before must be sampled."""
+        rows = step.rows
+        counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
+        starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
+        begins = np.concatenate(([0], np.cumsum(counts)))
+        row_of = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(begins[-1]) - begins[row_of] + starts[row_of]
+        spans = tuple(
+            Span(i, int(begin), row.count, row.start) for i, (row, begin) in enumerate(zip(rows, begins, strict=False))
+        )
+        where = {
+            name: self._where(self.views.groups[name], placed, row_of, positions)
+            for name, placed in step.groups.items()
+        }
+        return StepView(
+            self._tokens(rows, begins), torch.from_numpy(positions), spans,
+            query_start=torch.from_numpy(begins.astype(np.int32)), start=torch.from_numpy(starts.astype(np.int32)),
+            stores=self.views.stores, where=where, scratch={},
+        )  # fmt: skip
+
+    def _tokens(self, rows: tuple[Row, ...], begins: np.ndarray) -> Tensor:
+        ids = np.zeros(int(begins[-1]), np.int64)
+        late = [(i, row.slot) for i, row in enumerate(rows) if row.late]
+        for row, begin in zip(rows, begins, strict=False):
+            ids[begin : begin + len(row.tokens)] = row.tokens
+        tokens = torch.from_numpy(ids)
+        if late:
+            ends = torch.tensor([int(begins[i + 1]) - 1 for i, _ in late])
+            tokens[ends] = self.newest[torch.tensor([slot for _, slot in late])]
+        return tokens
+
+    def _where(self, group: Group, placed: GroupRows, row_of: np.ndarray, positions: np.ndarray) -> Where:
+        width = max((len(blocks) for blocks in placed.tables), default=0)
+        ids = np.zeros((len(placed.tables), max(width, 1)), np.int64)
+        for number, blocks in enumerate(placed.tables):
+            ids[number, : len(blocks)] = blocks
+        table = device_numbers(self.views.layout, group, ids)
+        first = np.asarray(placed.first, np.int32)
+        if group.unit == "state":
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return Where(torch.from_numpy(table), torch.from_numpy(first), nothing, nothing)
+        pages, offsets = np.divmod(positions - first[row_of], group.page_tokens)
+        blocks = table[row_of, pages].astype(np.int64)
+        parts = (torch.from_numpy(part) for part in (table, first, blocks, offsets))
+        return Where(*parts)
