@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dayzero import __version__
-from dayzero.commands import align, demo, inspect, plan, twin
+from dayzero.commands import align, chat, demo, inspect, plan, serve, twin
 from dayzero.commands.frame import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, leave_stdout, register
 from dayzero.console import Console
 from dayzero.errors import MachineError, UsageError
@@ -29,7 +29,7 @@ def build_app() -> typer.Typer:
     """The typer application with every command registered."""
     app = typer.Typer(
         name="dayzero",
-        help="From a freshly published checkpoint to a proven port: inspect, plan, twin, align.",
+        help="From a freshly published checkpoint to an accepted service: inspect, plan, twin, align, serve.",
         epilog="Exit codes: 0 passed, 1 a check failed, 2 wrong call, 3 this machine lacks something, 70 a bug.",
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -53,6 +53,8 @@ def build_app() -> typer.Typer:
     register(app, "plan", plan.PlanArguments, plan.run)
     register(app, "twin", twin.TwinArguments, twin.run)
     register(app, "align", align.AlignArguments, align.run)
+    register(app, "chat", chat.ChatArguments, chat.run)
+    register(app, "serve", serve.ServeArguments, serve.run)
     return app
 
 

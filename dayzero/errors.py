@@ -37,3 +37,15 @@ class MachineError(UserError):
     """This machine lacks something: a package, a network, an accelerator. The message says what to do."""
 
     exit_code = 3
+
+
+class EngineDead(UserError):
+    """There is no engine that could answer: it is loading, draining, being restarted, or it has ended for good."""
+
+    exit_code = 3
+
+
+class Overloaded(UserError):
+    """The engine has as many requests waiting as it may have; try again later."""
+
+    exit_code = 3

@@ -30,10 +30,12 @@ from dayzero.acceptance.trace import Trace, add_meta, fingerprint
 from dayzero.acceptance.walk import ChoiceResult, Ladder, SiteResult, Walk
 from dayzero.blocks.moe import stacked_experts
 from dayzero.blocks.open import LoadedModel, open_model
+from dayzero.blocks.stack import vocabulary_matrices
 from dayzero.console import Console, ProgressFactory, duration_text, no_progress
 from dayzero.errors import UsageError
 from dayzero.finding import Finding, Verdict, worst
 from dayzero.ops.catalog import CATALOG, Catalog
+from dayzero.units import GIB
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class AlignOptions:
     """oracle: None (the recipe's), a name it names, ``remote``, or a .py file. trace: read instead of an oracle run.
     record: where the oracle's trace is kept. tokens: file with a JSON list of ids; prompt: a text; num_tokens: how many
     are read. dtype: of the computation, float32. threads: of each process, default the library's. bindings: variants to
-    align, ``contract`` or ``contract@site`` -> variant of ``catalog``; everything else runs as its reference."""
+    align, ``contract`` or ``contract@site`` -> variant of ``catalog``; everything else runs as its reference.
+    expert_bytes: memory for experts of one layer, kept between the runs of that layer (see ``Walk``)."""
 
     oracle: str | None = None
     trace: str | None = None
@@ -53,6 +56,7 @@ class AlignOptions:
     num_tokens: int | None = None
     dtype: str = "float32"
     threads: int | None = None
+    expert_bytes: int = GIB
     bindings: Mapping[str, str] = field(default_factory=dict)
     catalog: Catalog = field(default_factory=lambda: CATALOG, repr=False)
 
@@ -144,7 +148,7 @@ def align_source(
         trace, ids = _oracle_side(model, options, mark, Path(folder), progress)
         oracle_seconds = time.monotonic() - began
         with _threads(options.threads):
-            found, seconds = _our_side(model, trace, taken, progress)
+            found, seconds = _our_side(model, trace, taken, options.expert_bytes, progress)
         report = _report(model, options, trace, ids, found, {"ours": seconds, "oracle": oracle_seconds})
         return replace(report, bindings=taken.variants())
 
@@ -158,6 +162,8 @@ def _check(options: AlignOptions) -> None:
         raise UsageError(f"{options.num_tokens} tokens cannot be aligned; give at least 2.")
     if options.record is not None and not Path(options.record).resolve().parent.is_dir():
         raise UsageError(f"--record {options.record}: its folder does not exist; make it first.")
+    if options.record is not None and Path(options.record).is_dir():
+        raise UsageError(f"--record {options.record} is a folder; give the name of a file.")
 
 
 def _oracle_side(
@@ -201,9 +207,12 @@ class _threads:
         torch.set_num_threads(self._before)
 
 
-def _our_side(model: LoadedModel, trace: Trace, taken: Taken, progress: ProgressFactory) -> tuple[Ladder, float]:
+def _our_side(
+    model: LoadedModel, trace: Trace, taken: Taken, expert_bytes: int, progress: ProgressFactory
+) -> tuple[Ladder, float]:
     began = time.monotonic()
-    load = partial(model.loader.load, lazy=stacked_experts(model.spec, taken.bound))
+    lazy = stacked_experts(model.spec, taken.bound) | vocabulary_matrices(model.spec, taken.bound)
+    load = partial(model.loader.load, lazy=lazy, keep_bytes=expert_bytes)
     walk = Walk(model.spec, load, trace, trace.tokens, taken)
     with progress("ours, layer by layer", len(model.spec.layers) + 2, "pieces") as bar:
         for piece in walk.steps():

@@ -22,7 +22,7 @@ from dayzero.arch.mixers import MLA
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.open import LoadedModel
 from dayzero.console import ProgressFactory
-from dayzero.errors import CheckpointError, MachineError, ModelError, UsageError
+from dayzero.errors import CheckpointError, MachineError, ModelError, UsageError, UserError
 from dayzero.models.recipe import Oracle, Recipe
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "oracles"
@@ -48,7 +48,7 @@ def choose(recipe: Recipe, asked: str | None, allow_remote_code: bool, config: M
     """The oracle for this family.
 
     asked: None (what the recipe names), ``transformers``, the class or file that it names, ``remote``, or a .py file.
-    ModelError when no oracle is accepted for the family, UsageError for one that does not exist or is not allowed.
+    UsageError, saying what may be given, when that is none that is accepted here, exists and is allowed.
     """
     named = recipe.oracle
     if asked is not None and asked.endswith(".py"):
@@ -67,16 +67,21 @@ def choose(recipe: Recipe, asked: str | None, allow_remote_code: bool, config: M
         return Chosen("plain", str(SCRIPTS / named.file), named)
     if named is not None and class_name and asked in (None, LIBRARY, class_name):
         return Chosen("library", class_name, named)
-    if asked is not None and named is not None:
-        accepted = named.file or class_name or "none for this architecture"
-        raise ModelError(
-            f"oracle {asked} is not accepted for {recipe.name}: its recipe names {accepted}; a look-alike class would "
-            "compare the wrong model. Give --oracle FILE.py or --trace FILE instead."
+    ways = _ways(named.file or class_name if known and named is not None else "", config)
+    if asked is not None:
+        raise UsageError(
+            f"--oracle {asked} is not accepted for {recipe.name}: a look-alike would compare the wrong model; give {ways}."
         )
-    raise ModelError(
-        f"the recipe {recipe.name} names no oracle for this family; give --oracle FILE.py (a plain forward), "
-        "--trace FILE (recorded elsewhere), or --allow-remote-code if the checkpoint ships its own code."
-    )
+    raise UsageError(f"the recipe {recipe.name} names no oracle for this model; give {ways}.")
+
+
+def _ways(known: str, config: Mapping[str, Any]) -> str:
+    """What may be given. known: the class or file that the recipe names, or ``""``."""
+    ways = [f"--oracle {known}"] if known else []
+    ways += ["--oracle FILE.py (a plain forward)", "--trace FILE (recorded elsewhere)"]
+    if "auto_map" in config:
+        ways.append("--allow-remote-code (the checkpoint ships code of its own)")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}"
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
@@ -125,7 +130,7 @@ def run_oracle(
         command = [*_command(chosen, model.spec, Path(folder)), "--model", str(config.parent), "--tokens", str(ids)]
         command += ["--out", str(partial)] + ([] if threads is None else ["--threads", str(threads)])
         try:
-            _run(command, chosen.name, len(model.spec.layers), progress, Path(folder) / "log")
+            _run(command, chosen, len(model.spec.layers), progress, Path(folder) / "log")
             os.replace(partial, out)
         finally:
             partial.unlink(missing_ok=True)
@@ -144,34 +149,46 @@ def _command(chosen: Chosen, spec: ModelSpec, folder: Path) -> list[str]:
     return [*command, "--class", chosen.what]
 
 
-def _run(command: list[str], name: str, num_layers: int, progress: ProgressFactory, log: Path) -> None:
-    """Run the child to its end. Whatever stops us, an interruption too, ends it; its log is kept only if it failed."""
+def _run(command: list[str], chosen: Chosen, num_layers: int, progress: ProgressFactory, log: Path) -> None:
+    """Run the child to its end; its log is kept only if it failed.
+
+    Whatever stops us ends it: an exception or a signal kills it here, and where this process is killed outright, the
+    pipe that is its stdin closes, which it watches (``wire.end_with_stdin``).
+    """
     with open(log, "wb") as said:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True)
+        child = subprocess.Popen(
+            [*command, "--end-with-stdin"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+        )
+        assert child.stdin is not None and child.stdout is not None
         try:
-            assert child.stdout is not None
-            _follow(child.stdout, name, num_layers, progress)
+            _follow(child.stdout, chosen.name, num_layers, progress)
             code = child.wait()
         finally:
             if child.poll() is None:
                 child.kill()
                 child.wait()
-            if child.stdout is not None:
-                child.stdout.close()
-    if code == 0:
-        return
+            child.stdin.close()
+            child.stdout.close()
+    if code != 0:
+        raise _stopped(chosen, code, log)
+
+
+def _stopped(chosen: Chosen, code: int, log: Path) -> UserError:
+    """Why the child stopped, from its last words."""
     last = _last_line(log)
+    if chosen.kind == "plain" and (last.startswith(("SyntaxError", "IndentationError")) or "no forward(" in last):
+        return UsageError(f"--oracle {chosen.what} is no plain forward ({last}); it must define forward(...).")
     if last.startswith("ModuleNotFoundError"):
-        raise MachineError(f"the oracle needs a package that is not here ({last}): pip install 'dayzero[oracle]'.")
+        return MachineError(f"the oracle needs a package that is not here ({last}): pip install 'dayzero[oracle]'.")
     if last.startswith("FileNotFoundError"):
         file = Path(last.rsplit(": ", 1)[-1].strip("'")).name
-        raise CheckpointError(f"{file} disappeared while the oracle read it; wait until the download is complete.")
+        return CheckpointError(f"{file} disappeared while the oracle read it; wait until the download is complete.")
     if "a scale is NaN or infinite" in last:
-        raise CheckpointError(f"{last.removeprefix('ValueError: ')}; the file is damaged: download it again.")
+        return CheckpointError(f"{last.removeprefix('ValueError: ')}; the file is damaged: download it again.")
     with tempfile.NamedTemporaryFile(prefix="dayzero-oracle-", suffix=".log", delete=False) as kept:
         kept.write(log.read_bytes())
     how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"stopped: {last.rstrip('.')}"
-    raise ModelError(f"the oracle ({name}) {how}. Its log is {kept.name}.")
+    return ModelError(f"the oracle ({chosen.name}) {how}. Its log is {kept.name}.")
 
 
 def _follow(stdout: IO[str], name: str, num_layers: int, progress: ProgressFactory) -> None:

@@ -92,7 +92,7 @@ class KeepOne:
 
 class Walk:
     """Runs the walk over ``tokens`` against ``trace``. Peak memory: what ``load`` gives for one layer, and a few
-    streams. Where it gives stacks that read an expert when it is asked for, each run reads its experts anew."""
+    streams. Where it gives stacks that read an expert when it is asked for, each run asks for its experts anew."""
 
     def __init__(self, spec: ModelSpec, load: Load, trace: Trace, tokens: list[int], bind: Bind = reference) -> None:
         self.spec, self.trace, self.tokens = spec, trace, tokens

@@ -17,6 +17,7 @@ from dayzero.arch.raw import _MISSING, Ledger, Raw
 from dayzero.errors import ConfigError
 
 INVENTED: Any = object()  # value of a key that a config lacks: there, but every getter has to guess what it is
+MAX_DIGITS, MAX_LAYERS = 15, 10_000  # of a number in quotes that is taken for one
 UNKNOWN_ENTRY = "?"  # of an invented list: no recipe knows it, so the refusal names the entries that it does know
 
 
@@ -53,7 +54,10 @@ class Session:
 
 
 class Probe(Raw):
-    """A Raw whose getters never raise. places: dotted names of keys that stand in another object than this one."""
+    """A Raw whose getters never raise. places: dotted names of keys that stand in another object than this one.
+
+    invented: the config has no such object, so that a default would be a guess like any other value.
+    """
 
     def __init__(
         self,
@@ -63,13 +67,22 @@ class Probe(Raw):
         ledger: Ledger | None = None,
         session: Session | None = None,
         places: Mapping[builtins.str, builtins.str] = MappingProxyType({}),
+        invented: builtins.bool = False,
     ) -> None:
         super().__init__(data, path=path, ledger=ledger)
         self.session = session if session is not None else Session()
         self._places = places
+        self._invented = invented
 
     def full(self, name: builtins.str) -> builtins.str:
         return self._places.get(name) or super().full(name)
+
+    def _guess(self, name: builtins.str) -> builtins.int:
+        """A number to use for ``name``: widths above counts, and not all in the same proportion a second time."""
+        count = name.startswith(("num_", "n_")) or "heads" in name or "experts" in name
+        if not self.session.second:
+            return 2 if count else 256
+        return (4 if count else 2048) << len(self.session.refusals) % 2
 
     def _note(self, kind: builtins.str, names: Iterable[builtins.str]) -> None:
         self.session.asked.extend((self.full(name), kind) for name in names)
@@ -87,13 +100,12 @@ class Probe(Raw):
         return super().whole(name, default)
 
     def int(self, *names: builtins.str, default: Any = _MISSING, least: builtins.int = 0) -> builtins.int:
-        guess = max(least, 2) * (2 if self.session.second else 1)
-        ask = _Question("int", names, default, guess, (_number,))
+        ask = _Question("int", names, default, max(least, self._guess(names[0])))
         return self._answer(ask, lambda asked, value: Raw.int(asked, *value, default=default, least=least))
 
     def float(self, *names: builtins.str, default: Any = _MISSING) -> builtins.float:
         # Above 1, so that a rope of this base still has a logarithm to divide by.
-        ask = _Question("float", names, default, 3.0 if self.session.second else 2.0, (_number,))
+        ask = _Question("float", names, default, 3.0 if self.session.second else 2.0)
         return self._answer(ask, lambda asked, value: Raw.float(asked, *value, default=default))
 
     def bool(self, *names: builtins.str, default: Any = _MISSING) -> builtins.bool:
@@ -115,6 +127,7 @@ class Probe(Raw):
 
     def one_of(self, *names: builtins.str, allowed: Iterable[Any], default: Any = _MISSING) -> Any:
         choices = tuple(allowed)
+        default = _MISSING if self._invented and len(choices) > 1 else default
         ask = _Question("one_of", names, default, choices[0] if choices else None, choices=choices)
         return self._answer(ask, lambda asked, value: Raw.one_of(asked, *value, allowed=choices, default=default))
 
@@ -122,13 +135,17 @@ class Probe(Raw):
         if name not in self._opened:
             self._note("sub", (name,))
             value = self.peek(name)
-            if value is not INVENTED and not isinstance(value, Mapping):
-                word = "has no object" if value is None else "has no object, but a value, at"
-                said = f"config.json {word} {self.full(name)}, which this family needs."
-                self.session.refusals.append(Refusal(self.full(name), said, value, {}))
-            value = value if isinstance(value, Mapping) else {}
-            self.ledger.read.add(self.full(name))
-            self._opened[name] = Probe(value, path=self.full(name), ledger=self.ledger, session=self.session)
+            try:
+                super().sub(name)
+            except ConfigError as error:
+                if value is not INVENTED:
+                    said = builtins.str(error)
+                    self.session.refusals.append(Refusal(self.full(name), said, value, guessed=True))
+            there = isinstance(value, Mapping)
+            self._opened[name] = Probe(
+                value if there else {}, path=self.full(name), ledger=self.ledger, session=self.session,
+                invented=self._invented or not there,
+            )  # fmt: skip
         return self._opened[name]
 
     def _answer(self, ask: _Question, read: Callable[[Raw, Sequence[builtins.str]], Any]) -> Any:
@@ -138,6 +155,7 @@ class Probe(Raw):
             return read(self, ask.names)
         except ConfigError as error:
             said = builtins.str(error)
+        self.ledger.read.update(self.full(name) for name in ask.names if name in self._data)
         stated = [name for name in ask.names if Raw.has(self, name)]
         key = self.full((stated or builtins.list(ask.names))[0])
         used, guessed = self._stand_in(ask, stated, key, read)
@@ -168,13 +186,12 @@ class Probe(Raw):
                     return read(self, (name,)), False
                 except ConfigError:
                     continue
-        for mend in ask.mends if stated else ():
-            mended = mend(self.peek(stated[0]))
-            if mended is not None:
-                try:
-                    return read(Raw({ask.names[0]: mended}), ask.names[:1]), False
-                except ConfigError:
-                    continue
+        mended = _number(self.peek(stated[0]), ask.names[0]) if stated and ask.kind in ("int", "float") else None
+        if mended is not None:
+            try:
+                return read(Raw({ask.names[0]: mended}), ask.names[:1]), False
+            except ConfigError:
+                pass
         if ask.default is not _MISSING:
             return ask.default, False
         if ask.kind == "one_of" and stated and ask.choices:
@@ -184,24 +201,24 @@ class Probe(Raw):
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """kind: the getter. guess: what to use when nothing else says it. mends: ways to make sense of a wrong kind."""
+    """kind: the getter. guess: what to use when nothing else says it."""
 
     kind: str
     names: tuple[str, ...]
     default: Any
     guess: Any
-    mends: tuple[Callable[[Any], Any], ...] = ()
     choices: tuple[Any, ...] = ()
 
 
-def _number(value: Any) -> float | int | None:
-    """``"4096"`` is meant as 4096; None for what is no number in quotes."""
-    if not isinstance(value, str):
+def _number(value: Any, name: str) -> float | int | None:
+    """``"4096"`` is meant as 4096; None for what is no number in quotes, or one that no model has."""
+    if not isinstance(value, str) or len(value) > MAX_DIGITS:
         return None
     try:
-        return int(value) if value.strip().lstrip("+-").isdecimal() else float(value)
+        number = int(value) if value.strip().lstrip("+-").isdecimal() else float(value)
     except ValueError:
         return None
+    return None if "layer" in name and number > MAX_LAYERS else number
 
 
 def _closest(value: Any, choices: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ A site is a name such as ``layers.3.mixer``; its operators are bound once, when 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from dayzero.arch.norms import Activation, Norm
 from dayzero.arch.rope import Rope
-from dayzero.ops.bind import bind
+from dayzero.ops.bind import bind, chosen, prepack_of
 from dayzero.ops.catalog import CATALOG, Catalog
 
 Bind = Callable[[str, str], Callable[..., Any]]  # (contract, site) -> function
+Prepack = Callable[[str, str], Callable[[Tensor], Any] | None]  # (contract, site) -> what lays its weight out, if any
 Tap = Callable[[str, Tensor], None]  # (site, value); must not change the value
 Unary = Callable[[Tensor], Tensor]
 
@@ -30,6 +31,15 @@ def reference(contract: str, site: str) -> Callable[..., Any]:
 def binder(bindings: Mapping[str, str], catalog: Catalog = CATALOG) -> Bind:
     """A Bind that takes the named variants (``contract`` or ``contract@site`` -> variant) and else references."""
     return lambda contract, site: bind(contract, site, bindings, catalog=catalog)
+
+
+def as_stored(contract: str, site: str) -> None:
+    """The prepack of references: none."""
+
+
+def prepacker(bindings: Mapping[str, str], catalog: Catalog = CATALOG) -> Prepack:
+    """The Prepack that goes with ``binder`` of the same bindings."""
+    return lambda contract, site: prepack_of(chosen(contract, site, bindings, catalog))
 
 
 class Params(Mapping[str, Tensor]):
@@ -66,9 +76,10 @@ class Site:
     name: str
     bind: Bind = reference
     tap: Tap | None = None
+    prepack: Prepack = as_stored
 
     def below(self, word: str) -> Site:
-        return Site(f"{self.name}.{word}" if self.name else word, self.bind, self.tap)
+        return replace(self, name=self.part(word))
 
     def part(self, word: str) -> str:
         return f"{self.name}.{word}" if self.name else word
@@ -86,9 +97,15 @@ class Site:
 
     def linear(self, params: Params, name: str, *, bias: bool = False, f32: bool = False) -> Unary:
         """x [..., K] -> [..., N] with weight ``name`` [N, K] and bias ``name_bias`` [N]; f32: the result is float32."""
-        op = self.op("linear.matmul_f32" if f32 else "linear.matmul", name)
-        weight_NK, bias_N = params[name], params[f"{name}_bias"] if bias else None
-        return lambda x: op(x, weight_NK, bias_N)
+        contract = "linear.matmul_f32" if f32 else "linear.matmul"
+        op, bias_N = self.op(contract, name), params[f"{name}_bias"] if bias else None
+        weight = self.laid_out(contract, name, params[name])
+        return lambda x: op(x, weight, bias_N)
+
+    def laid_out(self, contract: str, part: str, weight_NK: Tensor) -> Any:
+        """The weight as the variant bound to this site takes it; the caller lets go of the original."""
+        pack = self.prepack(contract, self.part(part))
+        return weight_NK if pack is None else pack(weight_NK)
 
     def norm(self, spec: Norm, params: Params, name: str) -> Unary:
         """x [..., D] -> the same shape, normed over D as ``spec`` says, with weight ``name`` [D]."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from dayzero.blocks.glu import GLUBlock
 from dayzero.blocks.latent import Form, LatentBlock, Sparse
 from dayzero.blocks.moe import MoEBlock
 from dayzero.blocks.residual import Carry, build_residual, close_carry, open_carry
-from dayzero.blocks.site import Bind, Params, Site, Tap, reference
+from dayzero.blocks.site import Bind, Params, Prepack, Site, Tap, as_stored, reference
 from dayzero.errors import UsageError
 from dayzero.extensions import IMPORT_ERRORS, named_object
 from dayzero.view import StepView
@@ -125,14 +125,16 @@ class Stack:
         load: Load,
         *,
         bind: Bind = reference,
+        prepack: Prepack = as_stored,
         tap: Tap | None = None,
         resident: bool = True,
         forms: Forms = Forms(),
     ) -> None:
         self.spec, self.load, self.resident, self.forms = spec, load, resident, forms
-        self.site = Site("", bind, tap)
+        self.site = Site("", bind, tap, prepack)
         self._held: dict[str, dict[str, Tensor]] = {}
         self._layers: dict[int, Layer] = {}
+        self._head: Any = None
 
     def load_all(self) -> Iterator[str]:
         """Build everything that a forward needs, in the order of the layers; yields the name of each part once it is
@@ -145,8 +147,7 @@ class Stack:
             yield f"layers.{number}"
         for decl in (*self.spec.layers[-1].residual.close_params(), *self.spec.final_norm.params("final_norm")):
             self._params(decl.name)
-        if not self.spec.tie.tied:
-            self._params("head")
+        self._head_weight()
         yield "head"
 
     def _params(self, prefix: str) -> dict[str, Tensor]:
@@ -194,10 +195,21 @@ class Stack:
     @torch.inference_mode()
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, V] float32."""
-        name = "embed" if self.spec.tie.tied else "head"
-        logits_TV = self.site.op("linear.matmul_f32", "head")(hidden_TD, self._params(name)[name])
+        logits_TV = self.site.op("linear.matmul_f32", "head")(hidden_TD, self._head_weight())
         self.site.show("logits", logits_TV)
         return logits_TV
+
+    def _head_weight(self) -> Any:
+        """[V, D], laid out as the head's variant takes it. A tied one stays beside it as the embedding."""
+        if self._head is not None:
+            return self._head
+        name = "embed" if self.spec.tie.tied else "head"
+        weight = self.site.laid_out("linear.matmul_f32", "head", self._params(name)[name])
+        if self.resident:
+            self._head = weight
+            if not self.spec.tie.tied:
+                del self._held[name]
+        return weight
 
     def forward(self, view: StepView) -> Tensor:
         """Hidden states [T, D] of the step's tokens; extends the view's stores."""

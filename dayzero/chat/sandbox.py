@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from jinja2 import Template, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -21,15 +23,30 @@ MAX_LENGTH = 16_000_000  # characters of a text or items of a list that a templa
 MAX_EXPONENT = 64
 
 
+class Generation(Extension):
+    """``{% generation %} … {% endgeneration %}`` marks, for training, what an assistant said: here just its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """One rendering: ``template(text).render(...)``. UsageError when the template asks for more than any prompt."""
+    """Renderings, one at a time: ``start()``, then ``template(text).render(...)``. UsageError when the template asks
+    for more than any prompt."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
         self.filters["_counted"], self.filters["_bounded"] = self._counted, self._bounded
         self.globals.pop("lipsum", None)  # makes text without end, and no prompt has any of it
+        self._steps = 0
+
+    def start(self) -> None:
+        """Begin a rendering: what was counted before is forgotten."""
         self._steps = 0
 
     def template(self, text: str) -> Template:

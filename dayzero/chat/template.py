@@ -4,36 +4,51 @@ from __future__ import annotations
 
 import datetime
 import json
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dayzero.checkpoint.source import Source
 from dayzero.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from dayzero.chat.sandbox import BoundedSandbox
 
 # What a template's own expressions can come to, besides what Jinja itself says.
 TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
-def read_template(source: Source) -> str | None:
-    """The checkpoint's chat template, None when it has none. Several named ones: the one called ``default``."""
+def find_template(source: Source) -> tuple[str, str] | None:
+    """(the checkpoint's chat template, the file it stands in), None when it has none. Of several named ones, the one
+    called ``default``."""
     if source.exists("chat_template.jinja"):
-        return source.text("chat_template.jinja")
-    if not source.exists("tokenizer_config.json"):
-        return None
-    found = _tokenizer_config(source).get("chat_template")
-    if isinstance(found, list):
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, Mapping)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+        return source.text("chat_template.jinja"), "chat_template.jinja"
+    for file in ("chat_template.json", "tokenizer_config.json"):
+        if source.exists(file):
+            found = _object(source, file).get("chat_template")
+            if isinstance(found, list):
+                named = {t.get("name"): t.get("template") for t in found if isinstance(t, Mapping)}
+                found = named.get("default")
+            if isinstance(found, str):
+                return found, file
+    return None
 
 
-def _tokenizer_config(source: Source) -> dict[str, Any]:
+def read_template(source: Source) -> str | None:
+    """The text of ``find_template``."""
+    found = find_template(source)
+    return None if found is None else found[0]
+
+
+def _object(source: Source, file: str) -> dict[str, Any]:
     try:
-        config = json.loads(source.text("tokenizer_config.json"))
+        config = json.loads(source.text(file))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"tokenizer_config.json of {source.name} is not JSON: {str(error)[:200]}.") from error
+        raise CheckpointError(f"{file} of {source.name} is not JSON: {str(error)[:200]}.") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"tokenizer_config.json of {source.name} must hold an object.")
+        raise CheckpointError(f"{file} of {source.name} must hold an object.")
     return config
 
 
@@ -42,7 +57,7 @@ def special_tokens(source: Source) -> dict[str, str]:
     if not source.exists("tokenizer_config.json"):
         return {}
     out = {}
-    for key, value in _tokenizer_config(source).items():
+    for key, value in _object(source, "tokenizer_config.json").items():
         if key.endswith("_token"):
             text = value.get("content") if isinstance(value, Mapping) else value
             if isinstance(text, str):
@@ -50,24 +65,55 @@ def special_tokens(source: Source) -> dict[str, str]:
     return out
 
 
+class ChatTemplate:
+    """One template, compiled at its first use. Renders from any thread, one at a time."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._lock = threading.Lock()
+        self._compiled: tuple[BoundedSandbox, Template] | None = None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt text. messages: {"role", "content"} and what else the template reads. variables: over the usual
+        ones (add_generation_prompt true, tools and documents none). UsageError when the template refuses."""
+        from jinja2 import TemplateError
+
+        usual = {"add_generation_prompt": True, "tools": None, "documents": None}
+        try:
+            with self._lock:
+                sandbox, compiled = self._compiled or self._compile()
+                sandbox.start()
+                return compiled.render(**{**usual, **(variables or {}), "messages": list(messages)})
+        except UsageError:
+            raise
+        except (TemplateError, *TEMPLATE_ERRORS) as error:
+            said = f"{type(error).__name__}: {str(error)[:200]}".rstrip(": ")
+            raise UsageError(f"the chat template does not render: {said}") from error
+
+    def _compile(self) -> tuple[BoundedSandbox, Template]:
+        from dayzero.chat.sandbox import BoundedSandbox
+
+        sandbox = BoundedSandbox()
+        sandbox.globals["raise_exception"] = _refuse
+        sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        sandbox.filters["tojson"] = _to_json
+        self._compiled = sandbox, sandbox.template(self.text)
+        return self._compiled
+
+
+def _refuse(message: str) -> None:
+    raise UsageError(f"the chat template refuses these messages: {message}")
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML, which no prompt wants."""
+    if separators is not None:
+        separators = tuple(separators)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-    """The prompt text. messages: {"role", "content"} and what else the template reads. UsageError when it refuses."""
-    from jinja2 import TemplateError
-
-    from dayzero.chat.sandbox import BoundedSandbox
-
-    def refuse(message: str) -> None:
-        raise UsageError(f"the chat template refuses these messages: {message}")
-
-    sandbox = BoundedSandbox()
-    sandbox.globals["raise_exception"] = refuse
-    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    sandbox.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
-    try:
-        compiled = sandbox.template(template)
-        return compiled.render(messages=list(messages), add_generation_prompt=True, **(variables or {}))
-    except UsageError:
-        raise
-    except (TemplateError, *TEMPLATE_ERRORS) as error:
-        said = f"{type(error).__name__}: {str(error)[:200]}".rstrip(": ")
-        raise UsageError(f"the chat template does not render: {said}") from error
+    """``ChatTemplate(template).render`` for a single use."""
+    return ChatTemplate(template).render(messages, variables)

@@ -1,4 +1,4 @@
-"""One slice of a stacked parameter as a load of its own: which tensors, or which part of one, it is read from."""
+"""A part of a parameter as a load of its own: one slice of a stack, or rows of a matrix, and where it is read from."""
 
 from __future__ import annotations
 
@@ -53,3 +53,21 @@ def _slice_target(target: Target, number: int, whole: bool) -> Target:
 
 def _shifted(piece: Slice | None) -> Slice | None:
     return None if piece is None else replace(piece, dim=piece.dim - 1)
+
+
+def rows_decl(decl: ParamDecl, rows: range) -> ParamDecl:
+    """These rows of a matrix, as a parameter: ``head[0:8192]``."""
+    return replace(decl, name=f"{decl.name}[{rows.start}:{rows.stop}]", shape=(len(rows), *decl.shape[1:]), cuts=())
+
+
+def gives_rows(group: Group, source: Source, entries: Mapping[str, Entry]) -> bool:
+    """Whether the group is one plain matrix that is stored as it is, row after row."""
+    plain = group.count is None and not source.format.quantized and not getattr(group.rule, "transpose_plain", False)
+    whole = len(group.targets) == 1 and group.targets[0].of_tensor is None and group.targets[0].of_param is None
+    stored = tuple(entries[source.parts[0][1]].shape)
+    return plain and whole and len(group.shape) == 2 and stored == group.shape
+
+
+def rows_of(group: Group, part: ParamDecl) -> Group:
+    """The group that fills ``part``, which is a ``rows_decl``, and nothing else."""
+    return replace(group, shape=part.shape, plain_shapes=(part.shape,), targets=(Target(part),))

@@ -28,7 +28,7 @@ def statistics(decl: ParamDecl, tensor: Tensor) -> Finding | None:
     """
     if tensor.numel() == 0:
         return None
-    low, high = (float(v) for v in torch.aminmax(tensor.float() if tensor.dtype is torch.float16 else tensor))
+    low, high = (float(v) for v in extremes(tensor))
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = "NaN" if math.isnan(low) or math.isnan(high) else "infinite"
         return _finding(
@@ -40,6 +40,11 @@ def statistics(decl: ParamDecl, tensor: Tensor) -> Finding | None:
     if decl.role == "norm" and decl.center is not None:
         return _convention(decl, tensor.float(), offset=decl.center == 0)
     return None
+
+
+def extremes(tensor: Tensor) -> Tensor:
+    """[smallest, largest] of a tensor that is not empty; NaN where it holds one."""
+    return torch.stack(torch.aminmax(tensor.float() if tensor.dtype is torch.float16 else tensor))
 
 
 def judge_norms(notes: Sequence[Finding], num_norms: int) -> list[Finding]:

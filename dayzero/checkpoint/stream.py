@@ -2,15 +2,15 @@
 
 A load plans which stored tensors it needs, walks them in file order, reads each byte range once, decodes it and writes
 its slices into preallocated parameters. Besides the parameters being built, one stored tensor is held at a time (from
-a source that reads in parallel: as many as it keeps in flight). A stack of experts can be left where it is: then each
-expert is read when it is asked for.
+a source that reads in parallel: as many as it keeps in flight). A stack of experts, or a matrix, can be left where it
+is: then each expert, or the rows that are asked for, are read when they are.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import cast
@@ -22,8 +22,9 @@ from dayzero.checkpoint.coverage import Coverage
 from dayzero.checkpoint.coverage import Source as Stored
 from dayzero.checkpoint.dequant import dequantize
 from dayzero.checkpoint.index import Index
+from dayzero.checkpoint.lazy import ExpertStack, MatrixRows
 from dayzero.checkpoint.rules import Group, Narrow, Slice, Target
-from dayzero.checkpoint.slices import gives_slices, slice_decl, slice_of
+from dayzero.checkpoint.slices import gives_rows, gives_slices, rows_decl, rows_of, slice_decl, slice_of
 from dayzero.checkpoint.source import Source, in_order
 from dayzero.checkpoint.statistics import judge_norms, statistics
 from dayzero.decl import ParamDecl
@@ -41,14 +42,14 @@ DTYPES = {
 class _Need:
     """One logical tensor that a load needs: where it is, its {e}, and the targets that it fills now.
 
-    part: only this slice along dimension 0 of each stored tensor; None for all of it.
+    part: only this slice, or these rows, along dimension 0 of each stored tensor; None for all of it.
     """
 
     group: Group
     number: int | None
     stored: Stored
     targets: tuple[Target, ...]
-    part: int | None = None
+    part: int | range | None = None
 
 
 @dataclass(slots=True)
@@ -69,25 +70,6 @@ class _Building:
         into.copy_(value)
         self.done.add(place)
         self.filled += value.numel()
-
-
-class ExpertStack:
-    """A stacked parameter [E, …] whose experts are read and decoded when they are asked for, and not kept.
-
-    It is indexed as the tensor is: ``stack[expert]`` gives a fresh tensor ``shape[1:]``. Errors: as ``Loader.load``.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int], Tensor]) -> None:
-        self.shape, self.dtype = shape, dtype
-        self._read = read
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, expert: int) -> Tensor:
-        if not 0 <= expert < self.shape[0]:
-            raise IndexError(f"expert {expert} of {self.shape[0]}")
-        return self._read(expert)
 
 
 class Loader:
@@ -130,27 +112,32 @@ class Loader:
         """Parameters whose name is ``prefix`` or lies below it; all for an empty prefix."""
         return [n for n in self._decls if not prefix or n == prefix or n.startswith(f"{prefix}.")]
 
-    def load(self, prefix: str, lazy: Container[str] = ()) -> dict[str, Tensor]:
+    def load(self, prefix: str, lazy: Container[str] = (), keep_bytes: int = 0) -> dict[str, Tensor]:
         """Every parameter whose name is ``prefix`` or starts with ``prefix.``, freshly allocated.
 
         lazy: names of stacked parameters that are wanted as an ``ExpertStack``, for callers that only index them by
-        expert; one whose experts do not lie apart in the files is loaded all the same.
+        expert, and of matrices wanted as ``MatrixRows``; one whose parts do not lie apart in the files is loaded all
+        the same. keep_bytes: experts that were read are kept, for as long as the result is, until they fill this much;
+        what comes later is read each time. None of them is given up for another, as runs over the experts of a layer
+        ask for them in the same order: each would find the ones given up that it needs next.
         Errors: CheckpointError naming the tensor when bytes cannot be read or decoded, when the padding of a narrowed
         tensor is not zero, or when a tied copy differs from its original.
         """
         names = self.names(prefix)
         assert names, f"no declared parameter is named {prefix} or lies below it"
-        stacks = self._stacks([name for name in names if name in lazy and self._by_expert(name)])
-        building = {name: self._allocate(self._decls[name]) for name in names if name not in stacks}
+        apart: dict[str, object] = {n: self._rows(n) for n in names if n in lazy and self._by_row(n)}
+        by_expert = [n for n in names if n in lazy and n not in apart and self._by_expert(n)]
+        apart |= self._stacks(by_expert, keep_bytes)
+        building = {name: self._allocate(self._decls[name]) for name in names if name not in apart}
         for decl, rule in self.coverage.filled.items():
             if decl.name in building:
                 building[decl.name].tensor.fill_(rule.fill)
                 building[decl.name].filled = decl.numel
         self._fill(building, self._needs(building))
-        # Who asks for stacks indexes them as tensors; nobody else meets one.
-        return {n: cast(Tensor, stacks[n]) if n in stacks else building[n].tensor for n in names}
+        # Who asks for parts that lie apart uses them as tensors; nobody else meets one.
+        return {n: cast(Tensor, apart[n]) if n in apart else building[n].tensor for n in names}
 
-    def _fill(self, building: Mapping[str, _Building], needs: Sequence[_Need]) -> None:
+    def _fill(self, building: Mapping[str, _Building], needs: Sequence[_Need], judge: bool = True) -> None:
         """Read ``needs`` in their order into what is being built, which must then be complete."""
         reads = in_order([partial(self._read, need) for need in needs], self.source.parallel_reads)
         for need in needs:
@@ -160,22 +147,60 @@ class Loader:
             del parts  # before the next tensor is read
         for name, one in building.items():
             assert one.filled == one.decl.numel, f"{name}: {one.filled} of {one.decl.numel} elements were filled"
-            self._check(one)
+            if judge:
+                self._check(one)
 
     def _by_expert(self, name: str) -> bool:
         groups = [(self.coverage.groups[p], self.coverage.sources[p]) for p in self._groups.get(name, ())]
         return bool(groups) and all(gives_slices(g, stored, self.index.entries) for g, stored in groups)
 
-    def _stacks(self, names: Sequence[str]) -> dict[str, ExpertStack]:
+    def _by_row(self, name: str) -> bool:
+        places, entries = self._groups.get(name, ()), self.index.entries
+        groups = [(self.coverage.groups[p], self.coverage.sources[p][0]) for p in places]
+        copies = all(tuple(entries[alias].shape) == self._decls[name].shape for alias in self._aliases.get(name, ()))
+        return len(groups) == 1 and copies and gives_rows(*groups[0], entries)
+
+    def _rows(self, name: str) -> MatrixRows:
+        decl, place = self._decls[name], self._groups[name][0]
+        group, stored = self.coverage.groups[place], self.coverage.sources[place][0]
+
+        def read(spans: Sequence[range], compare: bool) -> list[Tensor]:
+            parts = [rows_decl(decl, span) for span in spans]
+            needs = [
+                _Need(rows_of(group, part), None, stored, (Target(part),), span)
+                for part, span in zip(parts, spans, strict=True)
+            ]
+            building = {part.name: self._allocate(part) for part in parts}
+            self._fill(building, needs, judge=False)
+            values = [one.tensor for one in building.values()]
+            for span, value in zip(spans, values if compare else (), strict=False):
+                self._compare_copies(name, value, span)
+            return values
+
+        def judge(value: Tensor, part: str) -> None:
+            self._note(statistics(replace(decl, name=part), value))
+
+        return MatrixRows(decl, self._dtype_of(decl), read, judge)
+
+    def _stacks(self, names: Sequence[str], keep_bytes: int) -> dict[str, ExpertStack]:
         """Stacks of one load. Parameters that share a stored tensor come with one read of it."""
         ready: dict[tuple[str, int], Tensor] = {}
+        kept: dict[tuple[str, int], Tensor] = {}
+        left_bytes = keep_bytes
 
         def read(name: str, expert: int) -> Tensor:
+            nonlocal left_bytes
+            if (name, expert) in kept:
+                return kept[name, expert]
             if (name, expert) not in ready:
                 ready.clear()
                 together = [n for n in names if n == name or set(self._groups[n]) == set(self._groups[name])]
                 ready.update({(n, expert): value for n, value in self._expert(together, expert).items()})
-            return ready.pop((name, expert))
+            value = ready.pop((name, expert))
+            if value.nbytes <= left_bytes:
+                left_bytes -= value.nbytes
+                kept[name, expert] = value
+            return value
 
         return {n: ExpertStack(self._decls[n].shape, self._dtype_of(self._decls[n]), partial(read, n)) for n in names}
 
@@ -215,8 +240,8 @@ class Loader:
         """The stored parts that decoding needs, by role."""
         return {role: self._tensor(name, need.part) for role, name in need.stored.parts if role != "input_scale"}
 
-    def _tensor(self, name: str, part: int | None = None) -> Tensor:
-        """A stored tensor, or its slice ``part`` along dimension 0."""
+    def _tensor(self, name: str, part: int | range | None = None) -> Tensor:
+        """A stored tensor, or its slice or rows ``part`` along dimension 0."""
         entry = self.index.entries[name]
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{name} in {entry.file} has element type {entry.dtype}, which cannot be decoded.")
@@ -225,8 +250,10 @@ class Loader:
             raise CheckpointError(f"{name} in {entry.file} has {entry.nbytes} bytes, which do not fit its shape.")
         shape, size, first = entry.shape, entry.nbytes, entry.start
         if part is not None:
-            shape, size = shape[1:], size // shape[0]
-            first += part * size
+            rows = range(part, part + 1) if isinstance(part, int) else part
+            first += rows.start * (size // shape[0])
+            size = len(rows) * (size // shape[0])
+            shape = shape[1:] if isinstance(part, int) else (len(rows), *shape[1:])
         data = self.source.read(entry.file, first, size)
         if not data:
             return torch.empty(shape, dtype=dtype)
@@ -258,17 +285,24 @@ class Loader:
 
     def _check(self, one: _Building) -> None:
         name = one.decl.name
+        self._compare_copies(name, one.tensor)
+        if name not in self._checked:
+            self._checked.add(name)
+            self._note(statistics(one.decl, one.tensor))
+
+    def _compare_copies(self, name: str, value: Tensor, rows: range | None = None) -> None:
+        """``value``: parameter ``name``, or these rows of it."""
         for alias in self._aliases.get(name, ()):
-            if not torch.equal(self._tensor(alias).reshape(one.tensor.shape).to(one.tensor.dtype), one.tensor):
+            if not torch.equal(self._tensor(alias, rows).reshape(value.shape).to(value.dtype), value):
                 raise CheckpointError(
                     f"{alias} differs from the tensor that {name} is loaded from, though config.json ties the two "
                     "(tie_word_embeddings); one of them is wrong."
                 )
-        if name not in self._checked:
-            self._checked.add(name)
-            found = statistics(one.decl, one.tensor)
-            stack = name.partition("[")[0]  # of a stack that is read by expert, the first odd one is told
-            if found is not None and (found.kind, stack) not in self._told:
+
+    def _note(self, found: Finding | None) -> None:
+        if found is not None:
+            stack = found.evidence[0].partition("[")[0]  # of a parameter that is read in parts, the first odd one
+            if (found.kind, stack) not in self._told:
                 self._told.add((found.kind, stack))
                 self._found.append(found)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 from dayzero.checkpoint.coverage import Coverage
 from dayzero.checkpoint.formats import stored_bytes
@@ -80,16 +82,37 @@ def plan_rank(
         for target in group.targets:
             held = piece_of(target.decl)
             if held is not None:
-                copy = _copy(group, fmt, target, held)
-                if copy is not None:
-                    copies.append(copy)
+                made = _transfer(fmt, target.stacked, target.of_tensor, target.of_param, held)
+                if made is not None:
+                    copies.append(Copy(group.name, *made[:4], fmt.name, target.decl.name, *made[4:]))
     return WeightPlan(rank, tuple(copies), num_ignored, sum(c.read_bytes for c in copies))
 
 
-def _copy(group: Group, fmt: Format, target: Target, held: Box) -> Copy | None:
+def copy_bytes(fmt: Format, target: Target, held: Box) -> int:
+    """Stored bytes of what a rank reads for ``target`` when it holds this box of its parameter."""
+    made = _transfer(fmt, target.stacked, target.of_tensor, target.of_param, held)
+    return 0 if made is None else made.read_bytes
+
+
+class _Transfer(NamedTuple):
+    """A ``Copy`` without its names: the same for all layers of a kind."""
+
+    experts: range | None
+    source_box: Box
+    step: int
+    step_dim: int
+    param_box: Box
+    read_bytes: int
+
+
+@lru_cache(maxsize=1 << 15)
+def _transfer(
+    fmt: Format, stacked: bool, of_tensor: Slice | None, of_param: Slice | None, held: Box
+) -> _Transfer | None:
+    """Arguments: of the target; held: what the rank holds of its parameter."""
     starts, stops = held
     experts: range | None = None
-    if target.stacked:
+    if stacked:
         experts = range(starts[0], stops[0])
         starts, stops = starts[1:], stops[1:]
         if not experts:
@@ -97,17 +120,16 @@ def _copy(group: Group, fmt: Format, target: Target, held: Box) -> Copy | None:
     source_starts, source_stops, param_starts, param_stops = [], [], [], []
     step, step_dim = 1, 0
     for dim, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        span = _overlap(target.of_param, dim, start, stop)
+        span = _overlap(of_param, dim, start, stop)
         if span is None:
             return None
         param_starts.append(span[0] - start)
         param_stops.append(span[1] - start)
         offset = span[2]
-        piece = target.of_tensor
-        if piece is not None and piece.dim == dim:
-            step, step_dim = (piece.step, dim) if piece.step > 1 else (step, step_dim)
-            source_starts.append(piece.start + offset * piece.step)
-            source_stops.append(piece.start + (offset + span[1] - span[0] - 1) * piece.step + 1)
+        if of_tensor is not None and of_tensor.dim == dim:
+            step, step_dim = (of_tensor.step, dim) if of_tensor.step > 1 else (step, step_dim)
+            source_starts.append(of_tensor.start + offset * of_tensor.step)
+            source_stops.append(of_tensor.start + (offset + span[1] - span[0] - 1) * of_tensor.step + 1)
         else:
             source_starts.append(offset)
             source_stops.append(offset + span[1] - span[0])
@@ -119,10 +141,8 @@ def _copy(group: Group, fmt: Format, target: Target, held: Box) -> Copy | None:
         for d, (a, b) in enumerate(zip(source_starts, source_stops, strict=True))
     )
     size = stored_bytes(fmt, shape) * (1 if experts is None else len(experts))
-    return Copy(
-        group.name, experts, (tuple(source_starts), tuple(source_stops)), step, step_dim, fmt.name,
-        target.decl.name, (tuple(param_starts), tuple(param_stops)), size,
-    )  # fmt: skip
+    source_box, param_box = (tuple(source_starts), tuple(source_stops)), (tuple(param_starts), tuple(param_stops))
+    return _Transfer(experts, source_box, step, step_dim, param_box, size)
 
 
 def _overlap(of_param: Slice | None, dim: int, start: int, stop: int) -> tuple[int, int, int] | None:
@@ -151,10 +171,10 @@ def prove(decls: Iterable[ParamDecl], pieces: Sequence[PieceOf], plans: Sequence
     """Exactly once, by arithmetic: (a) in every rank each held box is filled by its copies without gap or overlap;
     (b) over all ranks the distinct boxes of a parameter tile it: they are disjoint and add up to it."""
     proof = Proof()
-    filled: list[dict[str, list[Box]]] = [{} for _ in plans]
+    filled: list[dict[str, tuple[Box, ...]]] = [{} for _ in plans]
     for boxes, plan in zip(filled, plans, strict=True):
         for copy in plan.copies:
-            boxes.setdefault(copy.param, []).append(copy.param_box)
+            boxes[copy.param] = (*boxes.get(copy.param, ()), copy.param_box)
     for decl in decls:
         proof.params += 1
         proof.elements += decl.numel
@@ -165,20 +185,26 @@ def prove(decls: Iterable[ParamDecl], pieces: Sequence[PieceOf], plans: Sequence
                 continue
             distinct.add(held)
             local = tuple(b - a for a, b in zip(*held, strict=True))
-            _check_tiling(decl.name, local, filled[rank].get(decl.name, []), f"rank {rank}", proof)
-        origin_boxes = [(tuple(a), tuple(b)) for a, b in distinct]
-        _check_tiling(decl.name, decl.shape, origin_boxes, "all ranks", proof)
+            _check_tiling(decl.name, local, filled[rank].get(decl.name, ()), f"rank {rank}", proof)
+        _check_tiling(decl.name, decl.shape, tuple(sorted(distinct)), "all ranks", proof)
     return proof
 
 
-def _check_tiling(name: str, shape: tuple[int, ...], boxes: Sequence[Box], where: str, proof: Proof) -> None:
-    volume = sum(_volume(box) for box in boxes)
+def _check_tiling(name: str, shape: tuple[int, ...], boxes: tuple[Box, ...], where: str, proof: Proof) -> None:
+    disjoint, inside, volume = _tiling(shape, boxes)
     whole = _volume(((0,) * len(shape), shape))
-    inside = all(a >= 0 and b <= s for box in boxes for a, b, s in zip(*box, shape, strict=True))
-    if any(_intersect(p, q) for i, p in enumerate(boxes) for q in boxes[:i]):
+    if not disjoint:
         proof.overlaps.append(f"{name} ({where})")
     elif volume != whole or not inside:
         proof.gaps.append(f"{name} ({where}): {volume} of {whole} elements")
+
+
+@lru_cache(maxsize=1 << 15)
+def _tiling(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[bool, bool, int]:
+    """Whether the boxes are disjoint, whether all lie inside ``shape``, and their volumes added up."""
+    disjoint = not any(_intersect(p, q) for i, p in enumerate(boxes) for q in boxes[:i])
+    inside = all(a >= 0 and b <= s for box in boxes for a, b, s in zip(*box, shape, strict=True))
+    return disjoint, inside, sum(_volume(box) for box in boxes)
 
 
 def _volume(box: Box) -> int:

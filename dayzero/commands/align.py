@@ -36,6 +36,9 @@ class AlignArguments:
     ] = None
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Read this text.")] = None
     threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads of each process.")] = None
+    expert_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Keep experts of a layer between its runs, up to this size.")
+    ] = "1GiB"
     bindings: Annotated[
         list[str] | None,
         typer.Option("--bind", metavar="CONTRACT[@SITE]=VARIANT", help="Run this variant; may be repeated."),
@@ -43,9 +46,11 @@ class AlignArguments:
 
 
 def report_of(arguments: AlignArguments, console: Console) -> AlignReport:
+    from dayzero.commands.engine_options import size_of
     from dayzero.ops.bind import load_entry_points, parse_bindings
 
     bindings, catalog = parse_bindings(arguments.bindings or ()), load_entry_points()[0]
+    expert_bytes = size_of("--expert-memory", arguments.expert_memory)
     with console.progress("loading the libraries"):
         from dayzero.acceptance.align import AlignOptions, align_source
 
@@ -59,6 +64,7 @@ def report_of(arguments: AlignArguments, console: Console) -> AlignReport:
         tokens=None if arguments.token_ids is None else str(arguments.token_ids),
         prompt=arguments.prompt,
         threads=arguments.threads,
+        expert_bytes=expert_bytes,
         bindings=bindings,
         catalog=catalog,
     )

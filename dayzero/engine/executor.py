@@ -26,6 +26,9 @@ class Late:
 class Executor(Protocol):
     """Steps are submitted in order, one ahead of results at most; ``sample`` is called once for each, in order."""
 
+    overlaps: bool
+    """Whether a submitted step is computed while the host goes on; else it is computed inside ``result``."""
+
     def load(self) -> None:
         """Read weights, allocate the cache pool, warm up. Errors: those of opening a model; MachineError."""
 

@@ -1,4 +1,4 @@
-"""From a LaunchSpec to a model in memory: recipe, weights, bindings, cache layout, and what a caller is told of them."""
+"""From a LaunchSpec to a model in memory: recipe, weights, bindings, cache layout, and what callers are told of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.open import LoadedModel, open_model
-from dayzero.blocks.site import binder
+from dayzero.blocks.site import binder, prepacker
 from dayzero.blocks.stack import Stack
 from dayzero.cache.layout import Layout, lay_out
 from dayzero.engine.api import EngineInfo
@@ -57,7 +57,7 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None) -> Load
     else:
         bindings = choose(uses, hardware, ELEMENTS[dtype], catalog)
     bindings = {**bindings, **bound_uses(asked, uses, catalog)}
-    stack = Stack(model.spec, model.loader.load, bind=binder(bindings, catalog))
+    stack = Stack(model.spec, model.loader.load, bind=binder(bindings, catalog), prepack=prepacker(bindings, catalog))
     total = float(sum(entry.nbytes for entry in model.index.entries.values()))
     for _ in stack.load_all():
         if progress is not None:

@@ -73,7 +73,7 @@ def shape_logits(logits_V: Tensor, slot: SlotState, index: int) -> None:
 
 
 def apply_mask(logits_V: Tensor, words: bytes) -> None:
-    """Forbid every token whose bit is 0, in place. words: 32-bit little-endian; token i is bit i % 32 of word i // 32."""
+    """Forbid tokens whose bit is 0, in place. words: 32-bit little-endian; token i is bit i % 32 of word i // 32."""
     bits = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     allowed_V = allowed.flatten()[: logits_V.shape[0]].bool()

@@ -16,18 +16,10 @@ from dayzero.view import Span, StepView, Where
 
 
 class Slots:
-    """What the device remembers of each running request between steps: its newest sampled token.
+    """newest [max_running] int64: the last sampled token of each slot, written by the executor's chooser."""
 
-    ``newest`` [max_running] int64 is written by ``keep`` and read by rows whose last input is still in flight.
-    """
-
-    def __init__(self, views: PoolViews, max_running: int) -> None:
-        self.views = views
-        self.newest = torch.zeros(max_running, dtype=torch.int64, device=views.pool.device)
-
-    def keep(self, slots: list[int], tokens: Tensor) -> None:
-        """Remember tokens [S] as the newest of ``slots``."""
-        self.newest[torch.tensor(slots, dtype=torch.int64)] = tokens
+    def __init__(self, views: PoolViews, newest: Tensor) -> None:
+        self.views, self.newest = views, newest
 
     def view(self, step: Step) -> StepView:
         """The inputs of ``step``. Late tokens are read from ``newest`` now, so the step before must be sampled."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 
 from dayzero.errors import UsageError
 from dayzero.extensions import IMPORT_ERRORS, MODELS, ask_point, load_point, points_of, said_of
+from dayzero.models.nearness import Nearness, nearness, patterns_of
+from dayzero.models.reading import read_through
 from dayzero.models.recipe import Oracle, Recipe, Traits
 
 BUILT_IN = ("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm5", "kimi_linear", "kimi_k3", "gpt_oss", "qwen3_5")
@@ -24,13 +26,13 @@ BUILT_IN = ("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm5", "kimi_linea
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """recipe: the one that covers the config, None when none does. nearest: the most similar known family.
+    """recipe: the one that covers the config, None when none does. nearest: then, the most similar known family.
 
     why: one sentence on how the decision came about. given: the caller named the recipe.
     """
 
     recipe: Recipe | None
-    nearest: Recipe | None
+    nearest: Nearness | None
     why: str
     given: bool = False
 
@@ -118,8 +120,11 @@ def recipes() -> list[Recipe]:
     return out
 
 
-def find(config: Mapping[str, Any], recipe: str | None = None) -> Match:
-    """The recipe for a parsed config.json. recipe: a path or module that the caller names; it is taken as it is."""
+def find(config: Mapping[str, Any], recipe: str | None = None, names: Iterable[str] = ()) -> Match:
+    """The recipe for a parsed config.json. recipe: a path or module that the caller names; it is taken as it is.
+
+    names: of the files' tensors, where they are known; they help to say which family is nearest.
+    """
     if recipe is not None:
         given = load_recipe(recipe)
         return Match(given, None, f"recipe given: {recipe}", given=True)
@@ -136,13 +141,30 @@ def find(config: Mapping[str, Any], recipe: str | None = None) -> Match:
         return Match(
             typed[0], None, f"no architectures; model_type {config['model_type']} with the traits of {typed[0].name}"
         )
-    nearest = max(known, key=lambda r: likeness(r, config))
+    nearest = _nearest(known, config, names)
     alike = [r for r in known if set(r.architectures) & declared]
     if alike:
         faults = "; ".join(trait_faults(alike[0].traits, config))
-        return Match(None, nearest, f"{sorted(declared)[0]} is {alike[0].name}'s name, but the traits differ: {faults}")
-    said = ", ".join(sorted(declared)) or "no architectures"
-    return Match(None, nearest, f"no recipe knows {said}; the nearest known family is {nearest.name}")
+        why = f"{sorted(declared)[0]} is {alike[0].name}'s name, but the traits differ: {faults}"
+    else:
+        why = f"no recipe knows {', '.join(sorted(declared)) or 'no architectures'}"
+    part = f" for its {nearest.reading.part}" if nearest.reading.part else ""
+    return Match(None, nearest, f"{why}; the nearest known family{part} is {nearest.name}, {nearest.said()}")
+
+
+def _nearest(known: Iterable[Recipe], config: Mapping[str, Any], names: Iterable[str]) -> Nearness:
+    """The family that accounts for most keys and tensor names; where equal, the one whose traits fit best."""
+    patterns = patterns_of(names)
+
+    def rank(near: Nearness) -> tuple[float, int, int]:
+        traits = near.reading.recipe.traits
+        needs = sum(present(config, key) for key in traits.needs)
+        return round(near.score, 9), -len(trait_faults(traits, config)), needs
+
+    all_near = [nearness(read_through(recipe, config), config, patterns) for recipe in known]
+    best = max(all_near, key=rank)
+    best.as_near = [near.name for near in all_near if near is not best and rank(near)[0] == rank(best)[0]]
+    return best
 
 
 def _architectures(config: Mapping[str, Any]) -> set[str]:
@@ -172,12 +194,3 @@ def trait_faults(traits: Traits, config: Mapping[str, Any]) -> list[str]:
     """What speaks against a family: needed keys that are absent, keys it must lack that are there."""
     out = [f"has no {key}" for key in traits.needs if not present(config, key)]
     return out + [f"has {key}" for key in traits.lacks if present(config, key)]
-
-
-def likeness(recipe: Recipe, config: Mapping[str, Any]) -> float:
-    """Share of the traits that hold, weighted by how many there are: for naming the nearest family only."""
-    traits = recipe.traits
-    wanted = len(traits.needs) + len(traits.lacks)
-    held = wanted - len(trait_faults(traits, config))
-    needs_held = sum(present(config, key) for key in traits.needs)
-    return needs_held + (held / wanted if wanted else 0.0)

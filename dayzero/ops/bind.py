@@ -30,13 +30,18 @@ def bind(
     """The function for ``contract`` at ``site`` (e.g. ``layers.3.mixer``).
 
     traits: the options the site needs. Raises UsageError when the contract or the requested variant does not exist or
-    lacks a trait, MachineError when its module cannot be imported here. There is no fallback to another variant.
+    lacks a trait, MachineError when its module cannot be imported here, or says by ``check_machine`` that this machine
+    lacks something. There is no fallback to another variant.
     """
     line = chosen(contract, site, bindings or {}, catalog)
     missing = lacking(line, traits or {})
     if missing:
         raise UsageError(f"{site}: variant {line.variant!r} does not fit: {'; '.join(missing)}")
-    return resolve(line)
+    function = resolve(line)
+    ready = getattr(importlib.import_module(line.module.partition(":")[0]), "check_machine", None)
+    if ready is not None and line.variant != REFERENCE:
+        ready()
+    return function
 
 
 def chosen(contract: str, site: str, bindings: Mapping[str, str], catalog: Catalog) -> Line:
@@ -53,7 +58,28 @@ def chosen(contract: str, site: str, bindings: Mapping[str, str], catalog: Catal
 
 def resolve(line: Line) -> Callable[..., Any]:
     """Import a line's function; for a reference, the body of its contract."""
-    module_name, _, attribute = line.module.partition(":")
+    found = _imported(line, line.module)
+    if isinstance(found, Contract):
+        if found.name != line.contract:
+            raise UsageError(
+                f"{line.module} is the contract {found.name}, but the catalog lists it for {line.contract}"
+            )
+        return found.body
+    return _function(line, line.module, found)
+
+
+def prepack_of(line: Line) -> Callable[[Any], Any] | None:
+    """What lays a weight [N, K] out for the line's function; None when that takes the weight as it is.
+
+    The result has ``nbytes``; the weight is not needed any more. The returned function raises MachineError when this
+    machine cannot lay it out, ValueError for a dtype the variant does not have.
+    """
+    return _function(line, line.prepack, _imported(line, line.prepack)) if line.prepack else None
+
+
+def _imported(line: Line, place: str) -> Any:
+    """The object that ``package.module:name`` names; None when the module has none of that name."""
+    module_name, _, attribute = place.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -61,15 +87,12 @@ def resolve(line: Line) -> Callable[..., Any]:
         raise MachineError(
             f"variant {line.variant!r} of {line.contract} cannot be imported here ({error}); it needs {needs}"
         ) from error
-    found = getattr(module, attribute, None)
-    if isinstance(found, Contract):
-        if found.name != line.contract:
-            raise UsageError(
-                f"{line.module} is the contract {found.name}, but the catalog lists it for {line.contract}"
-            )
-        return found.body
+    return getattr(module, attribute, None)
+
+
+def _function(line: Line, place: str, found: Any) -> Callable[..., Any]:
     if not callable(found):
-        raise UsageError(f"{line.contract}, variant {line.variant!r}: {line.module} names no function")
+        raise UsageError(f"{line.contract}, variant {line.variant!r}: {place} names no function")
     return found
 
 

@@ -20,7 +20,12 @@ REFERENCE = "reference"
 @dataclass(frozen=True, slots=True)
 class Line:
     """contract: ``family.word``. variant: its name, ``reference`` for the body. target: ``any`` device, ``cpu``,
-    ``cuda``… needs: packages and features, e.g. ``triton>=3.5``. module: ``package.module:function``."""
+    ``cuda``… needs: packages and features, e.g. ``triton>=3.5``. module: ``package.module:function``.
+
+    prepack: ``package.module:function`` that lays a weight [N, K] out for this variant, whose function then takes the
+    result (which has ``nbytes``) in the weight's place; empty when it takes the weight as it is. rank: a plan prefers
+    the highest that fits; 0 is never preferred. dtypes: activation dtypes it is limited to (``bf16``), empty for any.
+    """
 
     contract: str
     variant: str
@@ -28,6 +33,9 @@ class Line:
     needs: tuple[str, ...]
     module: str
     traits: Traits = field(default_factory=dict)
+    prepack: str = ""
+    rank: int = 0
+    dtypes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -165,23 +173,61 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "sample.greedy": ("sample:greedy", {}),
 }  # fmt: skip
 
+_NATIVE, _ONEDNN = "dayzero.ops.native.calls", "dayzero.ops.vendor.onednn"
 _VARIANTS = (
     Line("attention.causal", "tiled", "any", (), "dayzero.ops.attention:causal_tiled", _CAUSAL),
     Line("attention.paged", "tiled", "any", (), "dayzero.ops.paged:paged_tiled", _CAUSAL),
     Line("attention.sparse", "gather", "any", (), "dayzero.ops.attention:sparse_gather", _SPARSE),
-    Line("linear.matmul", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul", _BIAS),
-    Line("linear.matmul_f32", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul_f32", _BIAS),
+    Line("linear.matmul", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul", _BIAS, rank=10),
+    Line("linear.matmul_f32", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul_f32", _BIAS, rank=10),
+    Line("residual.add", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:add", rank=10),
     Line(
         "attention.causal", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_causal",
-        {**_CAUSAL, "sinks": (False,), "softcap": (False,)},
+        {**_CAUSAL, "sinks": (False,), "softcap": (False,)}, rank=10,
     ),
     Line(
         "attention.paged", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_paged",
-        {**_CAUSAL, "sinks": (False,), "softcap": (False,)},
+        {**_CAUSAL, "sinks": (False,), "softcap": (False,)}, rank=10,
     ),
     Line(
         "moe.experts", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:moe_experts",
-        {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)},
+        {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)}, rank=10,
+    ),
+    # oneDNN multiplies bf16 at speed only where the processor does; its f32 products need nothing.
+    Line(
+        "linear.matmul", "onednn", "cpu", ("onednn", "avx512_bf16"), f"{_ONEDNN}:matmul", _BIAS,
+        prepack=f"{_ONEDNN}:pack", rank=30, dtypes=("bf16",),
+    ),
+    Line(
+        "linear.matmul", "onednn_f32", "cpu", ("onednn",), f"{_ONEDNN}:matmul", _BIAS,
+        prepack=f"{_ONEDNN}:pack", rank=20, dtypes=("f32",),
+    ),
+    Line(
+        "linear.matmul_f32", "onednn_f32", "cpu", ("onednn",), f"{_ONEDNN}:matmul", _BIAS,
+        prepack=f"{_ONEDNN}:pack", rank=20, dtypes=("f32",),
+    ),
+    Line(
+        "linear.matmul", "native_cpu", "cpu", ("cxx",), f"{_NATIVE}:matmul", _BIAS,
+        prepack=f"{_NATIVE}:pack", rank=20, dtypes=("bf16",),
+    ),
+    Line(
+        "linear.matmul_f32", "native_cpu", "cpu", ("cxx",), f"{_NATIVE}:matmul_f32", _BIAS,
+        prepack=f"{_NATIVE}:pack", rank=20, dtypes=("bf16",),
+    ),
+    Line(
+        "attention.paged", "native_cpu", "cpu", ("cxx",), f"{_NATIVE}:paged", _CAUSAL, rank=20, dtypes=("bf16", "f32"),
+    ),
+    Line(
+        "norm.rms", "native_cpu", "cpu", ("cxx",), f"{_NATIVE}:rms", _REFERENCES["norm.rms"][1], rank=20,
+        dtypes=("bf16", "f32"),
+    ),
+    Line(
+        "rope.apply", "native_cpu", "cpu", ("cxx",), f"{_NATIVE}:apply_rope", _REFERENCES["rope.apply"][1], rank=20,
+        dtypes=("bf16", "f32"),
+    ),
+    Line(
+        "activation.glu", "native_cpu", "cpu", ("cxx",), f"{_NATIVE}:silu_glu", {"kind": ("silu",)}, rank=20,
+        dtypes=("bf16", "f32"),
     ),
 )  # fmt: skip
 

@@ -55,7 +55,10 @@ def main() -> None:
         parser.add_argument(flag, required=True)
     parser.add_argument("--num-layers", type=int, required=True)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--end-with-stdin", action="store_true")
     given = parser.parse_args()
+    if given.end_with_stdin:
+        wire.end_with_stdin()
     wire.quiet_environment()
     if given.threads:
         torch.set_num_threads(given.threads)

@@ -236,7 +236,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--allow-remote-code", action="store_true")
     parser.add_argument("--modules", default=None, help="folder for the copy of a checkpoint's code that is run")
+    parser.add_argument("--end-with-stdin", action="store_true")
     given = parser.parse_args()
+    if given.end_with_stdin:
+        wire.end_with_stdin()
     if given.class_name is None and not given.allow_remote_code:
         raise ValueError("without --class the checkpoint's own code would run, and --allow-remote-code was not given")
     if given.threads:

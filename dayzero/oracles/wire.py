@@ -11,6 +11,7 @@ import os
 import resource
 import struct
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -126,3 +127,21 @@ def quiet_environment() -> None:
         HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error",
         TOKENIZERS_PARALLELISM="false",
     )  # fmt: skip
+
+
+def end_with_stdin() -> None:
+    """End this process when its stdin does: a parent that is killed cannot end its child, but its pipes close.
+
+    A thread waits at the pipe, so nothing depends on the operating system. In stdin's place comes an empty one.
+    """
+    pipe = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def wait() -> None:
+        while os.read(pipe, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="stdin").start()

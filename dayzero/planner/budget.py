@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -80,35 +80,35 @@ def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
     return [*out, (start, len(sizes))]
 
 
-def cache_per_rank(
-    spec: ModelSpec, mesh: Mesh, layers: tuple[int, int], precision: str, context: int
-) -> tuple[int, int]:
-    """(bytes a token, bytes a sequence) on one rank for a stage's layers. Windows that are full count as sequence."""
-    per_token = per_sequence = 0
-    for i in range(*layers):
-        for need in spec.layers[i].cache(f"layers.{i}"):
+def cache_by_layer(spec: ModelSpec, tp: int, precision: str, context: int) -> list[tuple[int, int]]:
+    """(bytes a token, bytes a sequence) of each layer on one of ``tp`` ranks. Full windows count as sequence."""
+    out = []
+    for i, layer in enumerate(spec.layers):
+        per_token = per_sequence = 0
+        for need in layer.cache(f"layers.{i}"):
             if need.shares is not None:
                 continue
-            size = _cut_bytes(need, mesh, precision)
+            size = _cut_bytes(need, tp, precision)
             if need.unit == "state":
                 per_sequence += size
             elif need.window is not None:
                 per_sequence += size * min(need.window, context)
             else:
                 per_token += size
-    return per_token, per_sequence
+        out.append((per_token, per_sequence))
+    return out
 
 
-def _cut_bytes(need: CacheNeed, mesh: Mesh, precision: str) -> int:
+def _cut_bytes(need: CacheNeed, tp: int, precision: str) -> int:
     size = record_bytes(need, precision)
     for cut in need.cuts:
-        if cut.axis == "tp" and mesh.tp > 1:
+        if cut.axis == "tp" and tp > 1:
             units = need.shape[cut.dim] // cut.unit
-            size = size * -(-units // mesh.tp) // units
+            size = size * -(-units // tp) // units
     return size
 
 
-def workspace_bytes(spec: ModelSpec, formats: dict[str, Format], mesh: Mesh) -> int:
+def workspace_bytes(spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh) -> int:
     """Scratch a step needs beside weights and cache: the ring in which 4-bit experts are widened (less than two
     experts in FP8 on the rank), and logits of the sampled rows."""
     ring = 0
@@ -129,9 +129,10 @@ def carry_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
 
 def rank_budget(
     spec: ModelSpec, mesh: Mesh, place: Place, layers: tuple[int, int], weights: int, scratch: int,
-    hardware: Hardware, need: tuple[int, int],
+    hardware: Hardware, caches: Sequence[tuple[int, int]],
 ) -> RankBudget:  # fmt: skip
-    """need: (bytes a token, bytes a sequence) of this rank's layers; scratch: workspace bytes."""
+    """caches: (bytes a token, bytes a sequence) of every layer of the model on a rank; scratch: workspace bytes."""
+    need = [sum(sizes) for sizes in zip(*caches[slice(*layers)], strict=True)]
     carry = carry_bytes(spec, CHUNK_TOKENS // mesh.cp)
     headroom = hardware.reserved_bytes + int(HEADROOM * hardware.memory_bytes)
     left = hardware.memory_bytes - weights - scratch - carry - headroom

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
+from dayzero.errors import MachineError
 from dayzero.hardware import HARDWARE, Hardware
 
 HERE = "here"
@@ -21,7 +23,39 @@ def detect() -> tuple[Hardware, int]:
 
 def _cpu() -> Hardware:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return replace(HARDWARE["cpu"], name="this CPU", memory_bytes=memory, reserved_bytes=memory // 8)
+    features = processor_features() | library_features()
+    return replace(HARDWARE["cpu"], name="this CPU", memory_bytes=memory, reserved_bytes=memory // 8, features=features)
+
+
+# Flags of /proc/cpuinfo that variants may need, by the word a catalog line uses.
+_FLAGS = {"avx2": "avx2", "avx512f": "avx512", "avx512_bf16": "avx512_bf16", "amx_bf16": "amx_bf16"}
+
+
+def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Words for what the processor can do, from the kernel's list of its flags; empty where there is none."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
+    return frozenset(_FLAGS[flag] for flag in flags if flag in _FLAGS)
+
+
+def library_features() -> frozenset[str]:
+    """``cxx``: there is a C++ compiler, for variants compiled here. ``onednn``: torch has its packed products."""
+    try:
+        from dayzero.ops.native.build import find_compiler
+        from dayzero.ops.vendor.onednn import check_machine
+    except ImportError:
+        return frozenset()
+    found = set()
+    for word, ask in (("cxx", find_compiler), ("onednn", check_machine)):
+        try:
+            ask()
+        except MachineError:
+            continue
+        found.add(word)
+    return frozenset(found)
 
 
 def _accelerators() -> tuple[Hardware, int] | None:

@@ -33,6 +33,25 @@ class Floors:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What the floors count of a model, whatever the mesh. tokens: of the prompt, or in the context of a step.
+
+    first_flops, last_flops: for one token that sees nothing, and one that sees them all. visible: tokens whose rows a
+    step reads.
+    """
+
+    tokens: int
+    first_flops: float
+    last_flops: float
+    visible: int
+
+
+def work_of(spec: ModelSpec, tokens: int) -> Work:
+    """``Work`` for this many tokens."""
+    return Work(tokens, flops_per_token(spec, 0), flops_per_token(spec, tokens), _visible(spec, tokens))
+
+
+@dataclass(frozen=True, slots=True)
 class WeightBytes:
     """Stored bytes of the whole model: routed experts, the embedding table (rows are looked up), and all else."""
 
@@ -47,7 +66,7 @@ class WeightBytes:
 
 def floors(
     spec: ModelSpec, hardware: Hardware, mesh: Mesh, weights: WeightBytes, cache: CacheCost, element: str,
-    prompt_tokens: int, batch: int,
+    work: Work, batch: int,
 ) -> Floors:  # fmt: skip
     """element: operand type the matmuls run in. Stages run one after another, so their number does not enter.
 
@@ -63,16 +82,16 @@ def floors(
     def read(rows: int) -> float:
         return (weights.rest / mesh.tp + weights.experts * expert_share(spec, rows) / expert_ranks) / bandwidth
 
-    flops = 0.5 * prompt_tokens * (flops_per_token(spec, 0) + flops_per_token(spec, prompt_tokens))
+    flops = 0.5 * work.tokens * (work.first_flops + work.last_flops)
     rows = max(1, -(-batch // mesh.dp))
     sharing = batch if expert_ranks > mesh.tp else rows
-    kept = rows * (cache.per_token * _visible(spec, prompt_tokens) + 2 * cache.per_sequence)
+    kept = rows * (cache.per_token * work.visible + 2 * cache.per_sequence)
     return Floors(
-        prompt_tokens,
+        work.tokens,
         batch,
         flops / (rate * max(group, expert_ranks)),
-        read(prompt_tokens),
-        batch * flops_per_token(spec, prompt_tokens) / (rate * mesh.stage_ranks),
+        read(work.tokens),
+        batch * work.last_flops / (rate * mesh.stage_ranks),
         read(sharing) + kept / (bandwidth * group),
     )
 

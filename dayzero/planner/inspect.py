@@ -18,6 +18,7 @@ from dayzero.arch.spec import ModelSpec
 from dayzero.checkpoint.config_json import read_object
 from dayzero.checkpoint.coverage import Coverage, cover
 from dayzero.checkpoint.index import Index, read_index
+from dayzero.checkpoint.likeness import unpacked
 from dayzero.checkpoint.quant_claim import fp8_layout, read_claim
 from dayzero.checkpoint.quant_config import QuantTable, resolve
 from dayzero.checkpoint.rules import Expansion, RuleLike
@@ -26,14 +27,17 @@ from dayzero.checkpoint.verify import load_manifest, verify_hashes
 from dayzero.console import ProgressFactory, no_progress
 from dayzero.errors import CheckpointError, ConfigError, ModelError, UsageError, UserError
 from dayzero.finding import Finding, Verdict, worst
-from dayzero.models.recipe import read_rules, read_spec
+from dayzero.models.nearness import Nearness
+from dayzero.models.reading import Reading, read_through
+from dayzero.models.recipe import Recipe, read_rules, read_spec
 from dayzero.models.registry import Match, find
 from dayzero.ops.catalog import CATALOG, Catalog
 from dayzero.planner import tensors as ledger
-from dayzero.planner.config_ledger import config_findings, config_json
+from dayzero.planner.config_ledger import config_findings, config_json, fault_findings, unknown_family
 from dayzero.planner.nearest_family import Nearest, compare
-from dayzero.planner.operators import Operators, from_contracts, from_keys
+from dayzero.planner.operators import Operators, from_contracts, from_reading
 from dayzero.planner.quantization import ask_all, claim_findings, quantization_json, scale_findings, shape_findings
+from dayzero.planner.reading_facts import partial_facts, reading_facts, told_refusals
 from dayzero.planner.spec_facts import NO_CACHE, spec_facts
 from dayzero.planner.storage import sparse_files, storage_findings
 from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
@@ -49,6 +53,7 @@ class InspectReport:
     family: str | None
     recipe: str | None
     why: str
+    reading: str | None = None
     findings: list[Finding] = field(default_factory=list)
     nearest: dict[str, Any] | None = None
     layers: list[dict[str, Any]] = field(default_factory=list)
@@ -80,7 +85,10 @@ class InspectReport:
 
 @dataclass
 class _Read:
-    """What was read of a source. spec, expansion, coverage: None as long as no recipe could read the config."""
+    """What was read of a source. spec, expansion, coverage: None as long as no recipe could read the config.
+
+    reading: how the reading goes on where the recipe stops or none covers the model; spec stays None then.
+    """
 
     source: Source
     config: dict[str, Any]
@@ -94,6 +102,7 @@ class _Read:
     rules: tuple[RuleLike, ...] = ()
     expansion: Expansion | None = None
     coverage: Coverage | None = None
+    reading: Reading | None = None
     nearest: Nearest | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -136,9 +145,10 @@ def _read(source: Source, recipe: str | None, show: ProgressFactory) -> _Read:
     if not source.exists("config.json") and "config.json" not in source.not_files:
         raise CheckpointError(f"{source.name} has weights but no config.json; download the publisher's beside them.")
     config, repeated = read_object(source, "config.json")
-    match = find(config, recipe)
+    given = find(config, recipe) if recipe is not None else None
     with _shards(show) as tell:
         index = read_index(source, tell)
+    match = given or find(config, names=index.entries)
     read = _Read(source, config, index, match, Raw(config), findings=storage_findings(source, index))
     if repeated:
         claim = f"config.json states {len(repeated)} key(s) twice; readers disagree about which one counts"
@@ -170,37 +180,55 @@ def _read_model(read: _Read) -> None:
         read.quant_where, read.quant = _quantization(read)
     except ConfigError as error:
         read.quant_readable = False
-        read.findings.append(_config_fault(error))
+        read.findings += fault_findings([str(error)])
     if recipe is None:
         assert read.match.nearest is not None
-        read.nearest = compare(read.match.nearest, read.match.why, read.config, read.index.entries)
-        if read.nearest.expansion is not None and read.index.entries:
-            read.expansion = _bounded(read.nearest.expansion)
+        _read_nearest(read, read.match.nearest)
         return
     try:
         read.spec = read_spec(recipe, read.raw)
+    except UserError as error:
+        _read_on(read, recipe, str(error))
+        return
+    try:
         read.rules, expansion = read_rules(recipe, read.spec)
         read.expansion = _bounded(expansion)
         read.facts = spec_facts(read.spec, read.config)
     except UserError as error:
-        read.spec = read.expansion = None
-        read.findings.append(_recipe_fault(error) if isinstance(error, ModelError) else _config_fault(error))
+        read.expansion, read.facts = None, partial_facts(read.spec, read.config)
+        read.findings += [_recipe_fault(error)] if isinstance(error, ModelError) else fault_findings([str(error)])
+
+
+def _read_nearest(read: _Read, near: Nearness) -> None:
+    """The nearest family's reading, what follows from it, and how its tensors compare."""
+    read.reading = near.reading
+    read.facts = reading_facts(near.reading, read.config)
+    read.nearest = compare(near, read.match.why, read.index.entries, read.facts.get("layers", []))
+    expansion = read.nearest.expansion
+    if expansion is not None and _num_tensors(expansion) <= MAX_TENSORS:
+        read.expansion = expansion
+
+
+def _read_on(read: _Read, recipe: Recipe, said: str) -> None:
+    """The recipe stops on a fault of the config: tell it and every further one, and what can be read all the same."""
+    read.reading = read_through(recipe, read.config)
+    read.facts = reading_facts(read.reading, read.config)
+    if read.reading.stop:
+        read.reading.unread = []  # what it would have read next is not known
+    others = [r.said for r in told_refusals(read.reading) if r.said != said]
+    read.findings += fault_findings([said, *dict.fromkeys(others)])
 
 
 def _recipe_fault(error: ModelError) -> Finding:
     return Finding("recipe.rules", "weights", "fail", str(error), remedy="mend the recipe; see docs/new-model.md")
 
 
-def _config_fault(error: UserError) -> Finding:
-    contradicts = "contradicts itself" in str(error) or "and they differ" in str(error)
-    return Finding(
-        "config.contradiction" if contradicts else "config.value", "config", "fail", str(error),
-        evidence=("config.json",), remedy="correct config.json, or teach the recipe this value",
-    )  # fmt: skip
+def _num_tensors(expansion: Expansion) -> int:
+    return sum(group.count or 1 for group in expansion.groups)
 
 
 def _bounded(expansion: Expansion) -> Expansion:
-    wanted = sum(group.count or 1 for group in expansion.groups)
+    wanted = _num_tensors(expansion)
     if wanted > MAX_TENSORS:
         raise ConfigError(f"config.json asks for {wanted} tensors; no model has more than {MAX_TENSORS}.")
     return expansion
@@ -219,6 +247,9 @@ def _cover(read: _Read) -> None:
         return
     if read.index.entries:
         read.coverage = cover(read.expansion, read.index.entries, read.quant)
+        if read.nearest is not None:
+            fits = read.coverage.misfit.items()
+            read.coverage.misfit = {n: why for n, why in fits if unpacked(n) not in read.nearest.unsure}
     ask_all(read.quant, read.expansion, read.coverage)
     if read.spec is None:
         return
@@ -255,26 +286,38 @@ def _verify(
 
 
 def _report(read: _Read, tokenizer: TokenizerFiles, catalog: Catalog) -> InspectReport:
-    recipe, spec = read.match.recipe, read.spec
-    stop_ids = sorted({*tokenizer.stop, *(spec.stop_ids if spec else ())})
-    effective: dict[str, Any] = {}
+    recipe, spec, reading = read.match.recipe, read.spec, read.reading
+    seen = spec if spec is not None else reading.spec if reading is not None else None
+    stop_ids = sorted({*tokenizer.stop, *(seen.stop_ids if seen else ())})
+    why = read.match.why
+    if read.nearest is not None and read.facts:
+        why += f"; layers, parameters, cache and effective values are {read.nearest.name}'s reading"
+        why += ", with stand-ins" if read.nearest.absent else ""
     out = InspectReport(
-        read.source.name, recipe.name if recipe else None, recipe.origin if recipe else None, read.match.why,
+        read.source.name, recipe.name if recipe else None, recipe.origin if recipe else None, why,
         stop_ids=stop_ids,
         stop_id_sources={str(i): said for i, said in sorted(tokenizer.stop.items())},
         sampling=tokenizer.sampling, tokenizer=tokenizer.tokenizer, chat=tokenizer.chat,
         files=dict(read.index.files), total_bytes=read.index.total_bytes, bytes_read=read.source.bytes_read,
     )  # fmt: skip
-    if spec is not None:
-        effective = read.facts.pop("effective") | {"stop_ids": stop_ids}
+    effective: dict[str, Any] = {}
+    if read.facts:
+        out.reading = recipe.name if recipe else reading.recipe.name if reading else None
+        effective = read.facts.pop("effective", {})
         for name, value in read.facts.items():
             setattr(out, name, value)
+    if spec is not None:
         out.operators = from_contracts(spec.contracts(), catalog)
-    if read.nearest is not None:
-        out.nearest = read.nearest.to_json()
-        out.operators = from_keys(read.config, read.nearest.ledger.read, catalog)
-    out.config = config_json(read.raw, read.nearest, effective)
+    elif reading is not None:
+        left = reading.unread if recipe is None else ()  # a known family's are a finding of their own
+        out.operators = from_reading(reading, read.config, left, catalog)
+    out.config = config_json(read.raw, reading, effective | {"stop_ids": stop_ids} if effective else {})
     out.tensors = ledger.tensors_json(read.coverage, len(read.index.files))
     out.quantization = quantization_json(read.quant, read.quant_where, read.coverage)
-    out.findings = read.findings + config_findings(read.raw, read.nearest, spec, tokenizer, out.operators)
+    out.findings = list(read.findings)
+    if read.nearest is not None:
+        out.nearest = read.nearest.to_json()
+        out.findings += unknown_family(read.nearest, read.facts, out.operators)
+    else:
+        out.findings += config_findings(read.raw, spec, reading, read.facts, tokenizer, out.operators)
     return out

@@ -6,12 +6,16 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dayzero.arch.raw import BOOKKEEPING, NEUTRAL
 from dayzero.arch.traits import KEY_TRAITS
 from dayzero.decl import OpUse
+from dayzero.models.reading import Reading
 from dayzero.ops.catalog import CATALOG, Catalog
 
 Operators = dict[str, list[dict[str, Any]]]
+
+STORAGE_KEYS = ("dtype", "torch_dtype")  # how weights are stored: no operator's business
+CLAIMS = ("quantization_config", "compression_config")
+TOWERS = ("vision_config", "audio_config", "auto_map", "id2label", "label2id")
 
 
 def from_contracts(uses: Iterable[OpUse], catalog: Catalog = CATALOG) -> Operators:
@@ -41,45 +45,97 @@ def _place(out: Operators, catalog: Catalog, contract: str, traits: dict[str, ob
     out[word].append(entry)
 
 
-def from_keys(config: Mapping[str, Any], known: Iterable[str], catalog: Catalog = CATALOG) -> Operators:
-    """The list for a config that no recipe reads, by its keys alone.
+def from_reading(
+    reading: Reading, config: Mapping[str, Any], left: Iterable[str], catalog: Catalog = CATALOG
+) -> Operators:
+    """The list for a config that a recipe does not fully cover: its reading's operators, then what it leaves over.
 
-    known: dotted keys that the nearest family reads. A key that neither it nor the table knows is listed under build.
+    left: dotted keys that nothing reads; they speak by the table of key traits, or are listed under build as unknown.
+    A key whose value the recipe refuses is listed under extend. Keys it reads or ignores are not asked about again.
     """
-    read = set(known)
+    out = from_contracts(_uses(reading), catalog)
     found: dict[tuple[str, str], tuple[dict[str, object], list[str], str]] = {}
     unknown = []
-    for path, key in _keys(config):
+    for path, key, known in _keys(config, left):
         rows = [row for row in KEY_TRAITS if any(fnmatch.fnmatchcase(key, p) for p in row.keys)]
         for row in rows:
             kept = found.setdefault((row.contract, str(sorted(row.traits.items()))), (dict(row.traits), [], row.about))
             kept[1].append(path)
-        if not rows and path not in read and key not in BOOKKEEPING and key not in NEUTRAL and "token_id" not in key:
+        if not rows and not known and "token_id" not in key:
             unknown.append(path)
-    out: Operators = {"reuse": [], "extend": [], "build": []}
     for (contract, _), (traits, keys, about) in sorted(found.items()):
         _place(out, catalog, contract, traits, {"keys": keys, "about": about})
     for path in unknown:
         out["build"].append(
             {"contract": None, "keys": [path], "about": f"unknown key {path}: no operator is known to need it"}
         )
+    out["extend"] += _refused(reading, catalog)
     return out
 
 
-def _keys(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted path, key) of all keys that mean something; a quantisation config, and towers, are not looked into."""
-    out = []
-    for key, value in config.items():
-        if value in (None, False, 0, "", [], {}) or key in ("quantization_config", "compression_config"):
+def _uses(reading: Reading) -> list[OpUse]:
+    """Operators of the reading's model, whatever was guessed."""
+    if reading.spec is None or reading.vague:
+        return []
+    uses = reading.spec.contracts()
+    for other in reading.others:
+        both = {(use.contract, use.traits) for use in other.contracts()}
+        uses = [use for use in uses if (use.contract, use.traits) in both]
+    return uses
+
+
+def _refused(reading: Reading, catalog: Catalog) -> list[dict[str, Any]]:
+    """Values of the right kind that the recipe does not know: each may be an option that an operator lacks."""
+    out: dict[str, dict[str, Any]] = {}
+    for refusal in reading.refusals:
+        key = refusal.key.rpartition(".")[2]
+        if refusal.key in out or not refusal.of_kind or key in STORAGE_KEYS or is_contradiction(refusal.said):
             continue
-        path = f"{prefix}{key}"
-        out.append((path, key))
-        if isinstance(value, Mapping) and key not in (
-            "vision_config",
-            "audio_config",
-            "auto_map",
-            "id2label",
-            "label2id",
-        ):
-            out += _keys(value, f"{path}.")
+        entries = reading.entries.get(refusal.key)
+        stated = list(dict.fromkeys(map(repr, entries.values()))) if entries else [repr(refusal.stated)[:80]]
+        row = next((row for row in KEY_TRAITS if any(fnmatch.fnmatchcase(key, p) for p in row.keys)), None)
+        lines = catalog.lookup(row.contract) if row is not None else []
+        has = [f"{option} of {list(allowed)}" for option, allowed in lines[0].traits.items()] if lines else []
+        lacks = f"the recipe {reading.recipe.name} does not know {', '.join(stated)} of {refusal.key}"
+        out[refusal.key] = {
+            "contract": row.contract if row is not None and lines else None,
+            "traits": {},
+            "keys": [refusal.key],
+            "about": row.about if row is not None else "",
+            "lacks": [lacks + (f"; {lines[0].contract} has {', '.join(has)}" if has else "")],
+        }
+    return list(out.values())
+
+
+def is_contradiction(said: str) -> bool:
+    """Whether a refusal is about two statements of the config that differ, not about one that the recipe lacks."""
+    return "contradicts itself" in said or "and they differ" in said
+
+
+def _keys(config: Mapping[str, Any], paths: Iterable[str], within: bool = False) -> list[tuple[str, str, bool]]:
+    """(dotted path, key, whether an object above it is listed) of the keys at ``paths`` that mean something, and of
+    all keys below them; a quantisation config is not looked into, nor is a tower's."""
+    out = []
+    for path in paths:
+        value, key = _at(config, path)
+        key = next((part for part in path.split(".") if part in TOWERS), key)
+        if value in (None, False, 0, "", [], {}) or key in CLAIMS:
+            continue
+        out.append((path, key, within))
+        if isinstance(value, Mapping) and key not in TOWERS:
+            out += _keys(config, [f"{path}.{inner}" for inner in value], within=True)
     return out
+
+
+def _at(config: Mapping[str, Any], path: str) -> tuple[Any, str]:
+    """(value, last key) at a dotted path; a key may itself hold dots."""
+    value: Any = config
+    rest = path
+    while isinstance(value, Mapping):
+        if rest in value:
+            return value[rest], rest
+        key = max((k for k in value if isinstance(k, str) and rest.startswith(f"{k}.")), key=len, default=None)
+        if key is None:
+            break
+        value, rest = value[key], rest[len(key) + 1 :]
+    return None, rest

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from dayzero.checkpoint.coverage import cover, stored_format
 from dayzero.checkpoint.index import read_index
-from dayzero.checkpoint.rules import Group
+from dayzero.checkpoint.rules import Group, Target
 from dayzero.checkpoint.source import open_source
-from dayzero.checkpoint.weight_plan import Box, WeightPlan, group_formats, plan_rank, prove
+from dayzero.checkpoint.weight_plan import Box, WeightPlan, copy_bytes, group_formats, plan_rank, prove
 from dayzero.decl import Format, ParamDecl
 from dayzero.errors import CheckpointError
 from dayzero.models.blueprint import Blueprint, blueprint, read_config, refuse, require_recipe
@@ -18,6 +20,9 @@ from dayzero.parallel.mesh import Mesh, Place
 from dayzero.planner.budget import stage_bounds
 from dayzero.planner.floors import WeightBytes
 from dayzero.planner.plan_report import Layout, PlanReport
+
+
+Part = int | str  # see part_of
 
 
 @dataclass
@@ -30,6 +35,44 @@ class PaperModel:
     num_ignored: int
     by_param: Mapping[str, Format]
     decls: list[ParamDecl]
+
+    @cached_property
+    def alike(self) -> list[tuple[Format, Target, Counter[Part]]]:
+        """One target of each kind, its stored format, and how many of its kind each part has.
+
+        Two of a kind differ in their names alone, so a mesh cuts them in the same way, to the same bytes.
+        """
+        kinds: dict[tuple[object, ...], tuple[Format, Target, Counter[Part]]] = {}
+        for group, fmt in zip(self.groups, self.formats, strict=True):
+            for target in group.targets:
+                decl = target.decl
+                key = (fmt, target.stacked, target.of_tensor, target.of_param, decl.shape, decl.cuts)
+                kinds.setdefault(key, (fmt, target, Counter()))[2][part_of(decl.name)] += 1
+        return list(kinds.values())
+
+    @cached_property
+    def one_of_each(self) -> list[tuple[ParamDecl, Format | None]]:
+        """The first parameter, in their order, of all that a mesh cuts alike, with its stored format."""
+        found: dict[tuple[object, ...], tuple[ParamDecl, Format | None]] = {}
+        for decl in self.decls:
+            fmt = self.by_param.get(decl.name)
+            found.setdefault((decl.shape, decl.cuts, fmt), (decl, fmt))
+        return list(found.values())
+
+    @cached_property
+    def whole_bytes(self) -> Counter[Part]:
+        """Stored bytes of each part."""
+        return part_bytes(self, Mesh())
+
+
+@lru_cache(maxsize=1 << 16)
+def part_of(param: str) -> Part:
+    """A layer's number, or for what lies outside of layers: ``embed``, ``first`` or ``last``, the stage it is on."""
+    if param.startswith("layers."):
+        return int(param.split(".")[1])
+    if param == "embed":
+        return param
+    return "first" if param.startswith(("vision.", "projector.")) else "last"
 
 
 def read_model(source: str, recipe: str | None) -> PaperModel:
@@ -62,50 +105,63 @@ def read_model(source: str, recipe: str | None) -> PaperModel:
 
 def weight_bytes(model: PaperModel) -> WeightBytes:
     """Stored bytes of the whole model, by how a step reads them."""
-    experts = {d.name for d in model.decls if is_expert(d)}
     sums = {"experts": 0, "table": 0, "rest": 0}
-    for copy in plan_rank(model.groups, model.formats, 0, _whole).copies:
-        lookup = copy.param == "embed" and not model.paper.spec.tie.tied
-        sums["experts" if copy.param in experts else "table" if lookup else "rest"] += copy.read_bytes
+    for fmt, target, parts in model.alike:
+        size = copy_bytes(fmt, target, ((0,) * len(target.decl.shape), target.decl.shape))
+        for part, count in parts.items():
+            lookup = part == "embed" and not model.paper.spec.tie.tied
+            sums["experts" if is_expert(target.decl) else "table" if lookup else "rest"] += count * size
     return WeightBytes(**sums)
 
 
-def _whole(decl: ParamDecl) -> Box:
-    return (0,) * len(decl.shape), decl.shape
+def part_bytes(model: PaperModel, mesh: Mesh) -> Counter[Part]:
+    """Stored bytes that a rank reads of each part it holds. Cuts are equal, so all ranks read as many; the first is
+    asked."""
+    sums: Counter[Part] = Counter()
+    for fmt, target, parts in model.alike:
+        piece = piece_of(target.decl, mesh, mesh.place(0))
+        size = copy_bytes(fmt, target, (piece.starts, piece.stops))
+        for part, count in parts.items():
+            sums[part] += count * size
+    return sums
 
 
 def stages_of(model: PaperModel, mesh: Mesh) -> list[tuple[int, int]]:
-    sizes = [0] * len(model.paper.spec.layers)
-    outer = [0, 0]
-    for copy in plan_rank(model.groups, model.formats, 0, _whole).copies:
-        if copy.param.startswith("layers."):
-            sizes[int(copy.param.split(".")[1])] += copy.read_bytes
-        else:
-            outer[0 if _first_stage(copy.param) else 1] += copy.read_bytes
-    return stage_bounds(sizes, outer[0], outer[1], mesh.pp)
+    """The layers [start, stop) of each stage."""
+    whole = model.whole_bytes
+    sizes = [whole[i] for i in range(len(model.paper.spec.layers))]
+    return stage_bounds(sizes, whole["embed"] + whole["first"], whole["last"], mesh.pp)
 
 
-def _first_stage(param: str) -> bool:
-    return param == "embed" or param.startswith(("vision.", "projector."))
+def stage_bytes(model: PaperModel, mesh: Mesh, bounds: list[tuple[int, int]]) -> list[int]:
+    """Stored bytes that each rank of a stage reads."""
+    parts = part_bytes(model, mesh).items()
+    return [sum(size for part, size in parts if _on_stage(model, part, s, bounds)) for s in range(mesh.pp)]
+
+
+def _on_stage(model: PaperModel, part: Part, stage: int, bounds: list[tuple[int, int]]) -> bool:
+    if isinstance(part, int):
+        return bounds[stage][0] <= part < bounds[stage][1]
+    first, last = stage == 0, stage == len(bounds) - 1
+    return (first if part in ("embed", "first") else last) or (
+        part == "embed" and last and model.paper.spec.tie.tied  # a tied head reads it too
+    )
 
 
 def held_by(
     model: PaperModel, mesh: Mesh, place: Place, bounds: list[tuple[int, int]]
 ) -> Callable[[ParamDecl], Box | None]:
-    tied = model.paper.spec.tie.tied
+    """What the rank at ``place`` holds of a parameter."""
+    boxes: dict[tuple[object, ...], Box] = {}  # a layer's parameters are cut as those of other layers are
 
     def held(decl: ParamDecl) -> Box | None:
-        if decl.name.startswith("layers."):
-            start, stop = bounds[place.stage]
-            if not start <= int(decl.name.split(".")[1]) < stop:
-                return None
-        else:
-            first, last = place.stage == 0, place.stage == mesh.pp - 1
-            here = first if _first_stage(decl.name) else last
-            if not here and not (tied and decl.name == "embed" and last):
-                return None
-        piece = piece_of(decl, mesh, place)
-        return piece.starts, piece.stops
+        if not _on_stage(model, part_of(decl.name), place.stage, bounds):
+            return None
+        key = (decl.shape, decl.cuts)
+        if key not in boxes:
+            piece = piece_of(decl, mesh, place)
+            boxes[key] = (piece.starts, piece.stops)
+        return boxes[key]
 
     return held
 

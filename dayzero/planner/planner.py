@@ -6,6 +6,8 @@ why; a legal one that does not fit comes with the bytes it lacks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dayzero.arch.cost import active_params, cache_cost, total_params
 from dayzero.arch.spec import ModelSpec
 from dayzero.console import ProgressFactory, no_progress
@@ -14,10 +16,10 @@ from dayzero.finding import Finding
 from dayzero.hardware import Hardware, parse_hardware
 from dayzero.parallel.cut import why_not
 from dayzero.parallel.mesh import Mesh
-from dayzero.planner.budget import RankBudget, cache_per_rank, rank_budget, workspace_bytes
+from dayzero.planner.budget import RankBudget, cache_by_layer, rank_budget, workspace_bytes
 from dayzero.planner.detect import HERE, detect
-from dayzero.planner.floors import WeightBytes, floors
-from dayzero.planner.placement import PaperModel, place_weights, plan_of, read_model, stages_of, weight_bytes
+from dayzero.planner.floors import floors, work_of
+from dayzero.planner.placement import PaperModel, place_weights, read_model, stage_bytes, stages_of, weight_bytes
 from dayzero.planner.plan_report import Layout, PlanOptions, PlanReport, said_refusal
 from dayzero.units import bytes_text, counted
 
@@ -34,17 +36,16 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
     context = options.context or spec.max_positions
     if context < 1 or options.concurrency < 1:
         raise UsageError("--context and --concurrency must be at least 1.")
-    cost = cache_cost(spec, options.cache)
-    weights = weight_bytes(model)
+    trials = _Trials(model, hardware, options, context)
     report = PlanReport(
-        source, spec.family, hardware, devices, context, options.concurrency, cost, weights.total,
+        source, spec.family, hardware, devices, context, options.concurrency, trials.cache, trials.sizes.total,
         (total_params(spec), active_params(spec)), [],
     )  # fmt: skip
     meshes = _meshes(options, devices, spec)
     tried = []
     with progress("trying layouts", len(meshes), "layouts") as bar:
         for mesh in meshes:
-            tried.append(_try(model, mesh, hardware, options, context, weights))
+            tried.append(trials.layout(mesh))
             bar.advance()
     report.layouts = sorted(tried, key=_preference)
     if report.chosen is not None:
@@ -86,44 +87,57 @@ def _asked(options: PlanOptions) -> bool:
     return any((options.tp, options.ep, options.pp, options.cp, options.dp))
 
 
-def _try(
-    model: PaperModel, mesh: Mesh, hardware: Hardware, options: PlanOptions, context: int, sizes: WeightBytes
-) -> Layout:
-    spec = model.paper.spec
-    reason = mesh.why_not() or next(
-        (why for decl in model.decls if (why := why_not(decl, mesh, model.by_param.get(decl.name)))), None
-    )
-    if reason is None and mesh.pp > len(spec.layers):
-        reason = f"pp{mesh.pp}: the model has {len(spec.layers)} layers"
-    if reason is None and mesh.ep > 1 and not _has_experts(spec):
-        reason = f"ep{mesh.ep}: the model has no experts"
-    if reason is not None:
-        return Layout(mesh, False, reason)
-    bounds = stages_of(model, mesh)
-    scratch = workspace_bytes(spec, dict(model.by_param), mesh)
-    ranks = []
-    stage_weights: dict[int, int] = {}
-    for place in mesh.places():
-        layers = bounds[place.stage]
-        if place.stage not in stage_weights:  # cuts are equal, so every rank of a stage holds as many bytes
-            stage_weights[place.stage] = sum(c.read_bytes for c in plan_of(model, mesh, place, bounds).copies)
-        need = cache_per_rank(spec, mesh, layers, options.cache, context)
-        ranks.append(rank_budget(spec, mesh, place, layers, stage_weights[place.stage], scratch, hardware, need))
-    per_group = -(-options.concurrency // mesh.dp)
-    longest = min(r.max_context(per_group, mesh.cp) for r in ranks)
-    most = min(r.max_concurrency(context, mesh.cp) for r in ranks) * mesh.dp
-    cache = cache_cost(spec, options.cache)
-    element = "e4m3" if any(f.element == "e4m3" for f in model.formats) else "bf16"
-    best = floors(spec, hardware, mesh, sizes, cache, element, context, options.concurrency)
-    return Layout(
-        mesh,
-        True,
-        _misfit(ranks, longest, most, context, options),
-        tuple(ranks),
-        min(longest, spec.max_positions),
-        most,
-        best,
-    )
+class _Trials:
+    """Layouts of one model on some devices. What several meshes have in common is computed once."""
+
+    def __init__(self, model: PaperModel, hardware: Hardware, options: PlanOptions, context: int) -> None:
+        self.model, self.hardware, self.options, self.context = model, hardware, options, context
+        self.spec = model.paper.spec
+        self.sizes = weight_bytes(model)
+        self.cache = cache_cost(self.spec, options.cache)
+        self._work = work_of(self.spec, context)
+        self._element = "e4m3" if any(f.element == "e4m3" for f in model.formats) else "bf16"
+        self._caches: dict[int, list[tuple[int, int]]] = {}  # by tp
+
+    def layout(self, mesh: Mesh) -> Layout:
+        """What each rank would hold, and how fast a step could be; or why the mesh cannot be used."""
+        reason = self._why_not(mesh)
+        if reason is not None:
+            return Layout(mesh, False, reason)
+        options = self.options
+        ranks = self._ranks(mesh)
+        per_group = -(-options.concurrency // mesh.dp)
+        longest = min(r.max_context(per_group, mesh.cp) for r in ranks)
+        most = min(r.max_concurrency(self.context, mesh.cp) for r in ranks) * mesh.dp
+        best = floors(
+            self.spec, self.hardware, mesh, self.sizes, self.cache, self._element, self._work, options.concurrency
+        )
+        refusal = _misfit(ranks, longest, most, self.context, options)
+        return Layout(mesh, True, refusal, tuple(ranks), min(longest, self.spec.max_positions), most, best)
+
+    def _why_not(self, mesh: Mesh) -> str | None:
+        reason = mesh.why_not() or next(
+            (why for decl, stored in self.model.one_of_each if (why := why_not(decl, mesh, stored))), None
+        )
+        if reason is None and mesh.pp > len(self.spec.layers):
+            reason = f"pp{mesh.pp}: the model has {len(self.spec.layers)} layers"
+        if reason is None and mesh.ep > 1 and not _has_experts(self.spec):
+            reason = f"ep{mesh.ep}: the model has no experts"
+        return reason
+
+    def _ranks(self, mesh: Mesh) -> list[RankBudget]:
+        bounds = stages_of(self.model, mesh)
+        weights = stage_bytes(self.model, mesh, bounds)
+        scratch = workspace_bytes(self.spec, self.model.by_param, mesh)
+        if mesh.tp not in self._caches:
+            self._caches[mesh.tp] = cache_by_layer(self.spec, mesh.tp, self.options.cache, self.context)
+        caches = self._caches[mesh.tp]
+        firsts = [
+            rank_budget(self.spec, mesh, mesh.place(s * mesh.stage_ranks), bounds[s], weights[s], scratch,
+                        self.hardware, caches)
+            for s in range(mesh.pp)
+        ]  # fmt: skip
+        return [replace(firsts[place.stage], rank=place.rank) for place in mesh.places()]
 
 
 def _misfit(ranks: list[RankBudget], longest: int, most: int, context: int, options: PlanOptions) -> str | None:

@@ -15,6 +15,7 @@ from dayzero.engine.step import GroupRows, Row, Step
 from tests.cpu.random_models import CHANNELS, MIXERS, RESIDUALS, model, stack_of, token_ids
 
 PAGE = 16
+NEWEST = torch.zeros(8, dtype=torch.int64)
 
 
 class Hand:
@@ -63,7 +64,7 @@ def test_a_pool_gives_what_a_growing_cache_gives(name: str) -> None:
     stack, cache = stack_of(spec), LocalCache(spec, torch.float32)
     layout = lay_out(spec.cache(), dtype="f32", page_tokens=PAGE)
     views = PoolViews(layout, 40 * len(layout.groups), poison=True, checked=True)
-    slots, hand = Slots(views, 8), Hand(layout, 40 * len(layout.groups))
+    slots, hand = Slots(views, NEWEST), Hand(layout, 40 * len(layout.groups))
     sequences = {request: token_ids(50, int(request)).tolist() for request in "037"}
     done = dict.fromkeys(sequences, 0)
     for number, counts in enumerate(((1, 17, 5), (16, 1, 30), (33, 32, 15))):
@@ -80,8 +81,7 @@ def test_a_pool_gives_what_a_growing_cache_gives(name: str) -> None:
 def test_a_late_token_is_the_slots_newest_sample() -> None:
     spec = model(MIXERS["attention"], (CHANNELS["glu"],), RESIDUALS["plain"]())
     layout = lay_out(spec.cache(), dtype="f32", page_tokens=PAGE)
-    slots, hand = Slots(PoolViews(layout, 20), 8), Hand(layout, 20)
-    slots.keep([3, 5], torch.tensor([41, 42]))
+    slots, hand = Slots(PoolViews(layout, 20), torch.tensor([0, 0, 0, 41, 0, 42])), Hand(layout, 20)
     view = slots.view(step_of(hand, 0, [("5", 0, [9]), ("3", 0, [7, 8, 9]), ("1", 0, [6])], late=("3", "5")))
     assert view.tokens.tolist() == [42, 7, 8, 41, 6]
     assert view.positions.tolist() == [0, 0, 1, 2, 0] and view.num_single == 1
@@ -91,7 +91,7 @@ def test_a_write_outside_the_pool_or_twice_to_one_place_is_refused() -> None:
     spec = model(MIXERS["attention"], (CHANNELS["glu"],), RESIDUALS["plain"]())
     layout = lay_out(spec.cache(), dtype="f32", page_tokens=PAGE)
     views = PoolViews(layout, 2, checked=True)
-    slots, store = Slots(views, 8), views.stores["layers.0.mixer.k"]
+    slots, store = Slots(views, NEWEST), views.stores["layers.0.mixer.k"]
     hand = Hand(layout, 2)
     hand.held["1"] = {"tokens": [99]}
     view = slots.view(step_of(hand, 0, [("1", 0, [4])]))
@@ -107,7 +107,7 @@ def test_states_are_copied_block_by_block() -> None:
     spec = model(MIXERS["delta_softplus"], (CHANNELS["glu"],), RESIDUALS["plain"]())
     layout = lay_out(spec.cache(), dtype="f32", page_tokens=PAGE)
     views = PoolViews(layout, 30, poison=True)
-    slots, hand, stack = Slots(views, 8), Hand(layout, 30), stack_of(spec)
+    slots, hand, stack = Slots(views, NEWEST), Hand(layout, 30), stack_of(spec)
     tokens = token_ids(20, 3).tolist()
     stack.forward(slots.view(step_of(hand, 0, [("1", 0, tokens[:13])])))
     hand.rows("2", 13)

@@ -20,7 +20,8 @@ from dayzero.checkpoint.dequant import quantize
 from dayzero.checkpoint.formats import parts
 from dayzero.checkpoint.rules import Fuse, Rule, Split
 from dayzero.checkpoint.source import LocalSource
-from dayzero.checkpoint.stream import ExpertStack, Loader
+from dayzero.checkpoint.lazy import ExpertStack
+from dayzero.checkpoint.stream import Loader
 from dayzero.decl import FORMATS, ParamDecl
 from dayzero.errors import CheckpointError
 from dayzero.rehearse.twin import TwinOptions, write_twin

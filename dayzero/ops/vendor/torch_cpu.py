@@ -28,6 +28,11 @@ def matmul_f32(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tens
     return F.linear(x_TK.float(), w_NK.float(), None if bias_N is None else bias_N.float())
 
 
+def add(stream_TH: Tensor, out_TH: Tensor) -> Tensor:
+    """``residual.add`` in the wider of both dtypes, which for narrow ones adds in f32 and rounds once."""
+    return (stream_TH + out_TH).to(stream_TH.dtype)
+
+
 def attention_causal(
     q_THD: Tensor,
     k_LKD: Tensor,

@@ -1,0 +1,80 @@
+"""Which tokens end an answer, from every place that says so, and the publisher's sampling defaults.
+
+Stop ids stand in up to five places that need not agree; a server must end on every one of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dayzero.chat.families import Format
+from dayzero.chat.tokenizer import Tokenizer
+from dayzero.checkpoint.config_json import read_object
+from dayzero.checkpoint.source import Source
+from dayzero.errors import ConfigError
+
+SAMPLING = (
+    "do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "max_new_tokens", "max_length", "no_repeat_ngram_size",
+)  # fmt: skip
+# How vendors name the token that ends a turn; only added tokens whose text the template itself writes are looked at.
+END_OF_TURN = re.compile(
+    r"(im_end|eot|eom|end_of_(turn|text|msg|message)|turn_end|endoftext|end▁of▁sentence|^</s>$|^<\|(end|return|call)\|>$)",
+    re.I,
+)
+
+
+def read_side(source: Source, file: str) -> dict[str, Any]:
+    """A JSON object beside the weights, {} when there is no such file. ConfigError when it is damaged."""
+    return read_object(source, file, sizes=False)[0] if source.exists(file) else {}
+
+
+def stop_ids(
+    source: Source, tokenizer: Tokenizer | None, template: str, form: Format | None
+) -> dict[int, tuple[str, ...]]:
+    """id -> where it is said to end an answer. ConfigError for a value that is no id: dropped, it would leave a model
+    that never stops."""
+    out: dict[int, tuple[str, ...]] = {}
+    for where, ids in _sources(source, tokenizer, template, form):
+        for token in ids:
+            if where not in out.get(token, ()):
+                out[token] = (*out.get(token, ()), where)
+    return out
+
+
+def sampling_defaults(source: Source) -> dict[str, Any]:
+    """The sampling values of generation_config.json."""
+    found = read_side(source, "generation_config.json")
+    return {key: found[key] for key in SAMPLING if found.get(key) is not None}
+
+
+def _sources(
+    source: Source, tokenizer: Tokenizer | None, template: str, form: Format | None
+) -> Iterator[tuple[str, list[int]]]:
+    for file in ("config.json", "generation_config.json"):
+        found = read_side(source, file)
+        yield file, _ids(found.get("eos_token_id"), file)
+        inner = found.get("text_config")
+        if isinstance(inner, Mapping):
+            yield f"{file} text_config", _ids(inner.get("eos_token_id"), file)
+    if tokenizer is None:
+        return
+    eos = read_side(source, "tokenizer_config.json").get("eos_token")
+    text = eos.get("content") if isinstance(eos, Mapping) else eos
+    if isinstance(text, str) and text in tokenizer.added:
+        yield "tokenizer_config.json eos_token", [tokenizer.added[text]]
+    own = form.grammar.markers() if form else frozenset[str]()
+    ends = [i for t, i in tokenizer.added.items() if END_OF_TURN.search(t) and t in template and t not in own]
+    yield "chat template", ends
+    if form is not None:
+        yield f"chat format {form.name}", [tokenizer.added[t] for t in form.stops if t in tokenizer.added]
+
+
+def _ids(value: Any, file: str) -> list[int]:
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    for item in items:
+        if type(item) is not int or item < 0:
+            raise ConfigError(f"{file}: eos_token_id holds {str(item)[:40]!r}; give a whole number >= 0, or a list.")
+    return items

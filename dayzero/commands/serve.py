@@ -1,0 +1,127 @@
+"""``dayzero serve``: an OpenAI-compatible service over one model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dayzero.commands.engine_options import EngineArguments, chat_of, launch_of, size_of
+from dayzero.console import Bar, Console
+
+if TYPE_CHECKING:
+    from dayzero.chat.service import ChatService
+    from dayzero.engine.api import EngineInfo
+    from dayzero.server.config import ServerConfig
+
+API_KEY = "DAYZERO_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeArguments(EngineArguments):
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for every interface.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option("--served-model-name", metavar="NAME", help="What requests call the model; may be repeated."),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option("--api-key", metavar="KEY", help=f"Needed of clients; may be repeated. Else ${API_KEY}."),
+    ] = None
+    max_body: Annotated[str, typer.Option("--max-body", metavar="SIZE", help="Longest request body.")] = "32MiB"
+    max_images: Annotated[int, typer.Option(min=0, help="Images in one request.")] = 16
+    max_image_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of one image.")] = "20MiB"
+    stall_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Unhealthy when work is queued and no step has ended for this long.")
+    ] = 10.0
+    drain_seconds: Annotated[float, typer.Option(min=0, help="Time for answers to end after SIGTERM.")] = 60.0
+
+
+def run(arguments: ServeArguments, console: Console) -> int:
+    """Serve a model over HTTP: OpenAI's chat, completions and responses, Anthropic's messages, metrics, probes.
+
+    Listens at once; /ready turns 200 when the model is loaded. SIGTERM lets running answers end.
+    """
+    from dayzero.server.app import create_app
+    from dayzero.server.run import bind, serve
+
+    chat, config = chat_of(arguments), _config(arguments)
+    launch = launch_of(arguments, chat.stop_ids)
+    with bind(arguments.host, arguments.port) as listening:
+        address = listening.getsockname()
+        from dayzero.engine.client import AsyncEngine
+
+        engine = AsyncEngine(launch, stall_seconds=arguments.stall_seconds)
+        app = create_app(engine, chat, config)
+        shown = _Shown(console, chat, config, arguments.source, f"http://{_host(address[0])}:{address[1]}")
+        with shown:
+            asyncio.run(
+                serve(
+                    app, engine, listening, drain_seconds=arguments.drain_seconds, on_loading=shown.loading,
+                    on_ready=shown.ready,
+                )
+            )  # fmt: skip
+    return 0
+
+
+def _config(arguments: ServeArguments) -> ServerConfig:
+    from dayzero.server.config import ServerConfig
+
+    keys = list(arguments.api_key or ())
+    if not keys and os.environ.get(API_KEY):
+        keys = [os.environ[API_KEY]]
+    names = arguments.served_model_name or [_name_of(arguments.source)]
+    return ServerConfig(
+        served_names=tuple(dict.fromkeys(names)),
+        api_keys=tuple(keys),
+        max_body_bytes=size_of("--max-body", arguments.max_body),
+        max_images=arguments.max_images,
+        max_image_bytes=size_of("--max-image-bytes", arguments.max_image_bytes),
+    )
+
+
+def _name_of(source: str) -> str:
+    """What requests call the model unless told otherwise: the folder's name, or the hub id."""
+    if Path(source).exists():
+        return Path(source).resolve().name or "model"
+    return source.split("://", 1)[-1].rstrip("/") or "model"
+
+
+def _host(address: str) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(address, address)
+    return f"[{shown}]" if ":" in shown and not shown.startswith("[") else shown
+
+
+class _Shown:
+    """What a person, or a program with --json, sees of the start."""
+
+    def __init__(self, console: Console, chat: ChatService, config: ServerConfig, source: str, address: str) -> None:
+        self._console, self._chat, self._config, self._source, self._address = console, chat, config, source, address
+        self._open = ExitStack()
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> _Shown:
+        self._console.line(f"{self._address} (loading {self._source})")
+        made: AbstractContextManager[Bar] = self._console.progress("reading weights", None, "B")
+        self._bar = self._open.enter_context(made)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def loading(self, loaded: float, total: float) -> None:
+        if self._bar is not None:
+            self._bar.reach(loaded, total)
+
+    def ready(self, info: EngineInfo) -> None:
+        self._open.close()
+        rows = dict(info.table) | dict(self._chat.table())
+        self._console.table("", ("", ""), list(rows.items()))
+        self._console.line(f"ready: {self._address}/v1 serves {', '.join(self._config.served_names)}")
+        self._console.emit_json({"address": self._address, "served": self._config.served_names, "info": info})

@@ -1,0 +1,80 @@
+"""From a LaunchSpec to an engine loop, in whichever process it is to run. Paper, until an executor is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from dayzero.arch.raw import Raw
+from dayzero.chat.service import ChatService
+from dayzero.checkpoint.config_json import read_object
+from dayzero.checkpoint.source import Source, open_source
+from dayzero.engine.grammar import Grammars
+from dayzero.engine.launch import LaunchSpec, LoadedExecutor, LoadProgress
+from dayzero.engine.loop import EngineLoop
+from dayzero.engine.scheduler import Scheduler
+from dayzero.models.recipe import RECIPE_ERRORS
+from dayzero.models.registry import find
+
+Build = Callable[[LaunchSpec, LoadProgress], LoadedExecutor]
+
+TOKENIZER, CONFIG = "tokenizer.json", "config.json"
+
+
+def executor_of(launch: LaunchSpec, progress: LoadProgress) -> LoadedExecutor:
+    """The executor that ``launch`` names, not loaded yet."""
+    if launch.executor == "upstream":
+        from dayzero.engine.upstream import UpstreamRunner
+
+        return UpstreamRunner(launch, progress)
+    from dayzero.engine.runner import LocalRunner
+
+    return LocalRunner(launch, progress)
+
+
+def engine_loop(launch: LaunchSpec, executor: LoadedExecutor, wake: Callable[[], None] = lambda: None) -> EngineLoop:
+    """The loop over a loaded executor. wake: called from another thread when a grammar is compiled."""
+    info, config = executor.info, launch.config
+    if launch.executor == "upstream":  # each request has the library's own cache there; nothing is shared
+        config = replace(config, prefix_cache=False)
+    decides = (info.source, info.family, info.dtype, sorted(info.facts.get("bindings", {}).items()))
+    scheduler = Scheduler(
+        executor.layout,
+        executor.num_slabs,
+        config,
+        info.stop_ids,
+        info.max_model_len,
+        fingerprint=repr(decides).encode(),
+    )
+    grammars = Grammars(lambda: tokenizer_json(launch.source), info.vocab, info.stop_ids, wake)
+    return EngineLoop(executor, scheduler, grammars, run_ahead=config.run_ahead)
+
+
+def tokenizer_json(where: str) -> str | None:
+    """Text of the tokenizer.json of the checkpoint at ``where``, None when it has none."""
+    source = open_source(where)
+    return source.text(TOKENIZER) if source.exists(TOKENIZER) else None
+
+
+def chat_service(where: str, recipe: str | None = None, *, upstream: bool = False) -> ChatService:
+    """The chat side of the checkpoint at ``where``. Errors: those of opening a checkpoint, and of its chat files.
+
+    Its stop ids belong into the LaunchSpec: a chat format may end answers with more than the files state.
+    """
+    source = open_source(where)
+    return ChatService(source, family=None if upstream else _family(source, recipe))
+
+
+def _family(source: Source, recipe: str | None) -> str | None:
+    """What the recipe calls the model; None when there is none, or when it refuses the config: opening the model
+    says that in full."""
+    if not source.exists(CONFIG):
+        return None
+    config, _ = read_object(source, CONFIG)
+    match = find(config, recipe)
+    if match.recipe is None:
+        return None
+    try:
+        return match.recipe.make_spec(Raw(config)).family
+    except RECIPE_ERRORS:
+        return None

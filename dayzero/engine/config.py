@@ -1,0 +1,100 @@
+"""EngineConfig: every choice an engine is started with, as one frozen value. Paper.
+
+Nothing is written to a config after it is made; a value that cannot hold is a UsageError that names the field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from dayzero.errors import UsageError
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+_MAX_PAGE_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine schedules, caches and computes.
+
+    max_running: requests that hold a slot at once. max_step_tokens: token budget of one step, at least max_running,
+    so that every running request gets its next token in every step. chunk_tokens: longest run of tokens one request
+    gets in a step; None: what the budget leaves. max_model_len: longest prompt + answer in tokens; None: what the
+    model was trained for. page_tokens: tokens of a page of the cache. pool_bytes: bytes of the cache pool; None: what
+    the plan leaves. snapshot_tokens: distance between state snapshots in tokens; None: state bytes over token bytes.
+    snapshot_bytes: budget of all snapshots; None: a quarter of the pool. prefix_cache: reuse what earlier requests
+    computed. max_waiting: requests that may wait for a slot; more are refused as overload. bindings: (site pattern,
+    variant) pairs that overrule the plan's choice. seed: where requests without a seed of their own draw it from.
+    run_ahead: schedule each step before the result of the one before is known; None: where
+    the executor computes while the host goes on. debug: check invariants and bounds after every call, slowly.
+    """
+
+    max_running: int = 64
+    max_step_tokens: int = 2048
+    chunk_tokens: int | None = None
+    max_model_len: int | None = None
+    page_tokens: int = 64
+    pool_bytes: int | None = None
+    snapshot_tokens: int | None = None
+    snapshot_bytes: int | None = None
+    prefix_cache: bool = True
+    max_waiting: int = 1024
+    dtype: Dtype = "auto"
+    bindings: tuple[tuple[str, str], ...] = ()
+    seed: int = 0
+    run_ahead: bool | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_step_tokens", "page_tokens"):
+            _whole(name, getattr(self, name), 1)
+        for name in ("chunk_tokens", "max_model_len", "pool_bytes", "snapshot_tokens"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1)
+        if self.snapshot_bytes is not None:
+            _whole("snapshot_bytes", self.snapshot_bytes, 0)
+        _whole("max_waiting", self.max_waiting, 0)
+        _whole("seed", self.seed, 0)
+        if self.run_ahead not in (None, True, False):
+            raise UsageError(f"run_ahead is {self.run_ahead!r}; it must be true, false or left out")
+        for name in ("prefix_cache", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be true or false")
+        if self.dtype not in get_args(Dtype):
+            raise UsageError(f"dtype is {self.dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
+        if self.page_tokens > _MAX_PAGE_TOKENS or self.page_tokens & (self.page_tokens - 1):
+            raise UsageError(f"page_tokens is {self.page_tokens}; it must be a power of two up to {_MAX_PAGE_TOKENS}")
+        if self.max_running > self.max_step_tokens:
+            raise UsageError(
+                f"max_running is {self.max_running} but max_step_tokens only {self.max_step_tokens}; a step must hold "
+                "one token of every running request: raise max_step_tokens or lower max_running"
+            )
+        if self.snapshot_tokens is not None and self.snapshot_tokens % self.page_tokens:
+            raise UsageError(
+                f"snapshot_tokens is {self.snapshot_tokens}; snapshots lie at the ends of pages, so it must be a "
+                f"multiple of page_tokens ({self.page_tokens})"
+            )
+        _check_bindings(self.bindings)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(field, value) of every field, for a start-up table."""
+        return [(field.name, str(getattr(self, field.name))) for field in fields(self)]
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or not least <= value < 2**63:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
+def _check_bindings(bindings: Any) -> None:
+    """Pairs of texts, each site pattern once."""
+    pairs = bindings if isinstance(bindings, tuple) else None
+    if pairs is None or not all(isinstance(p, tuple) and len(p) == 2 and all(isinstance(t, str) and t for t in p)
+                                for p in pairs):  # fmt: skip
+        raise UsageError(f"bindings is {bindings!r}; it must be a tuple of (site pattern, variant) pairs")
+    sites = [site for site, _ in pairs]
+    twice = next((site for site in sites if sites.count(site) > 1), None)
+    if twice is not None:
+        raise UsageError(f"bindings names the site {twice!r} twice; give it one variant")

@@ -1,0 +1,47 @@
+"""What an engine process is told once, before anything else: which checkpoint, and how it is to be run. Paper."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from dayzero.engine.api import EngineInfo
+from dayzero.engine.config import EngineConfig
+from dayzero.engine.executor import Executor
+
+ExecutorKind = Literal["local", "upstream"]
+
+
+class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Everything that the engine process needs to build its executor and its scheduler; it reads no flag of its own.
+
+    source: folder, ``s3://…`` or hub id. recipe: path or module of a recipe; None: the built-in one. config: limits,
+    precision, cache and bindings. executor: ``local`` runs a recipe; ``upstream`` the publisher's code. remote_code:
+    whether code that comes with the checkpoint may be run (upstream only). threads: of operators; None: chosen from
+    the machine. stop_ids: ids that end an answer besides those that the checkpoint states. defaults: sampling defaults
+    that replace those of generation_config.json, by name.
+    """
+
+    source: str
+    config: EngineConfig
+    recipe: str | None = None
+    executor: ExecutorKind = "local"
+    remote_code: bool = False
+    threads: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    defaults: dict[str, Any] = {}
+
+
+class LoadProgress(Protocol):
+    """Called while weights are read, from the thread that reads them."""
+
+    def __call__(self, loaded_bytes: float, total_bytes: float) -> None: ...
+
+
+class LoadedExecutor(Executor, Protocol):
+    """What the engine process builds from a LaunchSpec: ``LocalRunner(launch, progress)``."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Known after ``load``."""

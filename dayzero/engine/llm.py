@@ -1,0 +1,256 @@
+"""LLM: a model in the caller's own process, prompts in, answers out. Imports torch only when one is made."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import count
+from types import TracebackType
+from typing import Any, cast
+
+import msgspec
+
+from dayzero.chat.conversation import Conversation, Message, Role, Tool
+from dayzero.chat.encoding import Prompt as ChatPrompt
+from dayzero.chat.pieces import OutputParser, Piece, assemble
+from dayzero.chat.tokenizer import Tokenizer
+from dayzero.engine.answer import Answer, ChatOutput, Delta, RequestOutput
+from dayzero.engine.api import EngineInfo
+from dayzero.engine.build import Build, chat_service, executor_of
+from dayzero.engine.check import ParamError, check
+from dayzero.engine.config import EngineConfig
+from dayzero.engine.events import Progress
+from dayzero.engine.inprocess import InProcessEngine
+from dayzero.engine.launch import LaunchSpec, LoadProgress
+from dayzero.engine.request import Grammar, NewRequest, SamplingParams
+from dayzero.errors import UsageError
+
+Prompt = str | Sequence[int]
+
+LAUNCH_OPTIONS = ("recipe", "executor", "remote_code", "threads", "stop_ids", "defaults")
+SAMPLING_DEFAULTS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+SEEDS = 1 << 63
+
+
+class LLM:
+    """A loaded model. Not for several threads. Use it as a context manager, or ``close`` it.
+
+    path: folder, ``s3://…`` or hub id; or a whole LaunchSpec. options: fields of EngineConfig (max_running, dtype,
+    pool_bytes…) and of LaunchSpec (recipe, threads…). progress: told of the loading. Errors: UsageError for an option that does not exist,
+    else those of opening a model.
+    """
+
+    def __init__(
+        self, path: str | LaunchSpec, *, progress: LoadProgress | None = None, make: Build = executor_of, **options: Any
+    ) -> None:
+        launch = path if isinstance(path, LaunchSpec) else _launch(str(path), options)
+        self._chat = chat_service(launch.source, launch.recipe, upstream=launch.executor == "upstream")
+        stops = tuple(sorted({*launch.stop_ids, *self._chat.stop_ids}))
+        self._engine = InProcessEngine(msgspec.structs.replace(launch, stop_ids=stops), progress, make)
+        self._numbers = count()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's, None when it has none."""
+        return self._chat.tokenizer
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is known of the model: longest context, stop ids, the table that ``dayzero serve`` prints."""
+        return self._engine.info
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a call without params samples with: the defaults of generation_config.json; lengths are the caller's."""
+        given = self.info.defaults
+        values = {name: given[name] for name in SAMPLING_DEFAULTS if name in given}
+        if given.get("do_sample") is False and "temperature" not in given:
+            values["temperature"] = 0.0
+        return SamplingParams(**values)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to all prompts, in their order; of a prompt with ``n`` of several, one after the other.
+
+        prompts: texts or lists of token ids, or a single one. params: for all, or one for each. Errors, before anything
+        is computed: ParamError (a UsageError) naming what cannot be served. What goes wrong with one answer later is in
+        its ``error``.
+        """
+        each = _prompts(prompts)
+        own = [params or self.default_params] * len(each) if not isinstance(params, Sequence) else list(params)
+        if len(own) != len(each):
+            raise UsageError(f"{len(each)} prompts came with {len(own)} params; give one for each, or one for all")
+        asked = [one for prompt, its in zip(each, own) for one in self._requests(prompt, its)]
+        self._engine.submit([request for _, _, request in asked])
+        outputs = []
+        try:
+            for index, text, request in asked:
+                answer = Answer(request.params, self.tokenizer)
+                for _ in self._deltas(request, answer):
+                    pass
+                outputs.append(answer.whole(text, request.prompt, index))
+        finally:
+            for _, _, request in asked:  # of those that an interrupt left open
+                self._engine.abort(request.id)
+        return outputs
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """One answer piece by piece; the last piece has ``finish_reason``. Leaving the iterator early ends the answer.
+
+        Joined, the pieces are what ``generate`` gives. Errors: as there, at once. ``n`` must be 1.
+        """
+        return self._stream(self._one(prompt, params or self.default_params))
+
+    def _stream(self, request: NewRequest) -> Iterator[Delta]:
+        self._engine.submit([request])
+        yield from self._deltas(request, Answer(request.params, self.tokenizer))
+
+    def chat(
+        self,
+        messages: Sequence[Message | Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        **template_kwargs: Any,
+    ) -> ChatOutput:
+        """The next turn of a conversation. messages: Message, or mappings with ``role`` and ``content``, both text.
+
+        template_kwargs: variables of the chat template (enable_thinking…). Errors: UsageError when the checkpoint has
+        no chat format, or for what the format cannot express; else as ``generate``. ``n`` must be 1.
+        """
+        *_, last = self.stream_chat(messages, params, tools=tools, **template_kwargs)
+        assert isinstance(last, ChatOutput)
+        return last
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message | Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        **template_kwargs: Any,
+    ) -> Iterator[Piece | ChatOutput]:
+        """``chat`` piece by piece; the last thing that comes is the whole. Leaving early ends the answer."""
+        encoding, params = self._chat.encoding, params or self.default_params
+        if encoding is None:
+            raise UsageError(self._chat.why_no_chat)
+        turns = [_message(number, message) for number, message in enumerate(messages)]
+        conversation = Conversation(turns, tools, template_kwargs=template_kwargs)
+        conversation.check()
+        prompt = encoding.prompt(conversation)
+        parser = encoding.parser(conversation, prompt)
+        found = encoding.tool_grammar(conversation, prompt)
+        if found is not None and params.grammar is None:
+            params = msgspec.structs.replace(
+                params, grammar=Grammar(kind=found.kind, text=found.text, after=found.after)
+            )
+        return self._stream_chat(prompt, parser, self._one(prompt.ids, params))
+
+    def _stream_chat(
+        self, prompt: ChatPrompt, parser: OutputParser, request: NewRequest
+    ) -> Iterator[Piece | ChatOutput]:
+        answer, pieces = Answer(request.params, self.tokenizer, parser.keep), []
+        self._engine.submit([request])
+        for delta in self._deltas(request, answer):
+            new = parser.push(delta.text, delta.token_ids)
+            pieces += new
+            yield from new
+        rest = parser.finish()
+        pieces += rest
+        yield from rest
+        yield ChatOutput(message=assemble(pieces), output=answer.whole(prompt.text, prompt.ids, 0))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt's text. UsageError when the checkpoint has no tokenizer."""
+        if self.tokenizer is None:
+            raise UsageError(self._chat.why_no_tokenizer)
+        return self.tokenizer.encode(text, special=True, begin=True)
+
+    def progress(self) -> Progress:
+        """The engine's numbers: steps, tokens, cache hits…"""
+        return self._engine.progress()
+
+    def close(self) -> None:
+        """Let go of the model. May be called twice."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _one(self, prompt: Prompt, params: SamplingParams) -> NewRequest:
+        if params.n != 1:
+            raise ParamError("n", f"n is {params.n}; only generate gives several answers")
+        ((_, _, request),) = self._requests(prompt, params)
+        return request
+
+    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[tuple[int, str | None, NewRequest]]:
+        """(index, text, request) of each of ``n`` answers, checked."""
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        info = self.info
+        outside = next((i for i in ids if type(i) is not int or not 0 <= i < info.vocab), None)
+        if outside is not None:
+            raise ParamError("prompt", f"the prompt holds {outside!r}; token ids go from 0 to {info.vocab - 1}")
+        params = check(params, len(ids), info.max_model_len, info.vocab)
+        if params.stop and self.tokenizer is None:
+            raise ParamError("stop", f"stop needs text; {self._chat.why_no_tokenizer}")
+        if params.stop and params.min_tokens:
+            raise ParamError("min_tokens", "min_tokens cannot be held together with stop texts; use stop_token_ids")
+        leader, found, now = None, [], time.time()
+        for index in range(params.n):
+            seed = None if params.seed is None else (params.seed + index + SEEDS) % (2 * SEEDS) - SEEDS
+            own = msgspec.structs.replace(params, n=1, seed=seed)
+            name = f"llm-{next(self._numbers)}"
+            found.append((index, text, NewRequest(id=name, prompt=ids, params=own, arrival=now, leader=leader)))
+            leader = leader or name
+        return found
+
+    def _deltas(self, request: NewRequest, answer: Answer) -> Iterator[Delta]:
+        for output in self._engine.outputs(request.id):
+            delta = answer.push(output)
+            if answer.finished:
+                self._engine.abort(request.id)  # a stop text that the engine knows nothing of
+            yield delta
+            if answer.finished:
+                return
+
+
+def _launch(path: str, options: dict[str, Any]) -> LaunchSpec:
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known and name not in LAUNCH_OPTIONS:
+            near = difflib.get_close_matches(name, [*known, *LAUNCH_OPTIONS], 1)
+            raise UsageError(f"LLM has no option {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    config = EngineConfig(**{name: value for name, value in options.items() if name in known})
+    return LaunchSpec(source=path, config=config, **{n: v for n, v in options.items() if n in LAUNCH_OPTIONS})
+
+
+def _message(number: int, message: Message | Mapping[str, str]) -> Message:
+    if isinstance(message, Message):
+        return message
+    role, content = message.get("role"), message.get("content")
+    if set(message) != {"role", "content"} or not isinstance(role, str) or not isinstance(content, str):
+        raise UsageError(f"messages[{number}] must have role and content, both text; for more use chat's Message")
+    return Message.of(cast(Role, role), content)
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not prompts:
+        return []
+    if all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

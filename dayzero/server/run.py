@@ -1,0 +1,124 @@
+"""Runs an app and its engine until it is told to end: HTTP from the first second, the model as soon as it is loaded.
+
+SIGTERM and SIGINT drain: /ready turns 503, requests that are being served get their answers, then everything ends. A
+second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from dayzero.engine.api import EngineInfo
+from dayzero.engine.client import AsyncEngine
+from dayzero.errors import EngineDead, MachineError, UsageError
+
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 5.0  # for connections that are still open when all answers have been given
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: uvicorn's own handling would close connections before the answers are given."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. port 0 takes a free one. UsageError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+        made.listen(1024)
+    except OSError as error:
+        made.close()
+        raise UsageError(f"--host {host} --port {port}: {error.strerror}; give another address or port.") from error
+    made.setblocking(False)
+    return made
+
+
+async def serve(
+    app: Starlette,
+    engine: AsyncEngine,
+    listening: socket.socket,
+    *,
+    drain_seconds: float,
+    on_loading: Callable[[float, float], None] = lambda loaded, total: None,
+    on_ready: Callable[[EngineInfo], None] = lambda info: None,
+) -> None:
+    """Serve until a signal comes, then drain. Errors: those of loading the model; EngineDead when the engine ended for
+    good while serving. on_loading: bytes read so far and in all."""
+    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75))
+    asked = _signals()
+    http = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        await engine.start()
+        info = await _loaded(engine, asked, on_loading)
+        if info is not None:
+            on_ready(info)
+            await _until_asked(engine, asked, http)
+            await _drain(app, engine, asked, drain_seconds)
+    finally:
+        await engine.close()
+        server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(http), GRACE_SECONDS)
+        server.force_exit = True
+        await http
+
+
+def _signals() -> asyncio.Semaphore:
+    """A semaphore that every SIGTERM and SIGINT raises by one."""
+    asked, loop = asyncio.Semaphore(0), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.release)
+    return asked
+
+
+async def _loaded(
+    engine: AsyncEngine, asked: asyncio.Semaphore, on_loading: Callable[[float, float], None]
+) -> EngineInfo | None:
+    """What is known of the loaded model; None when a signal came first."""
+    ready, stopped = asyncio.create_task(engine.wait_ready()), asyncio.create_task(asked.acquire())
+    try:
+        while not ready.done() and not stopped.done():
+            await asyncio.wait({ready, stopped}, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            progress = engine.status().progress
+            if progress is not None and progress.to_load:
+                on_loading(progress.loaded, progress.to_load)
+        return ready.result() if ready.done() else None
+    finally:
+        for task in (ready, stopped):
+            task.cancel()
+
+
+async def _until_asked(engine: AsyncEngine, asked: asyncio.Semaphore, http: asyncio.Task[None]) -> None:
+    stopped = asyncio.create_task(asked.acquire())
+    try:
+        while not stopped.done():
+            await asyncio.wait({stopped, http}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            status = engine.status()
+            if status.state == "dead":
+                raise EngineDead(f"the engine has ended and will not be started again: {status.why}")
+            if http.done():
+                raise MachineError("the HTTP server ended unasked; see the lines above.")
+    finally:
+        stopped.cancel()
+
+
+async def _drain(app: Starlette, engine: AsyncEngine, asked: asyncio.Semaphore, seconds: float) -> None:
+    """Let answers be given, for at most ``seconds``, or until a second signal comes."""
+    drained, again = asyncio.create_task(app.state.server.drain(seconds)), asyncio.create_task(asked.acquire())
+    await asyncio.wait({drained, again}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (drained, again):
+        task.cancel()
+    await engine.close()
