@@ -70,7 +70,7 @@ def chat_of(arguments: EngineArguments) -> ChatService:
 
 
 def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> LaunchSpec:
-    """The LaunchSpec that these options describe. stop_ids: of the chat format. UsageError for values that cannot hold."""
+    """The LaunchSpec of these options. stop_ids: of the chat format. UsageError for wrong values."""
     from dayzero.engine.config import EngineConfig
     from dayzero.engine.launch import LaunchSpec
     from dayzero.ops.bind import parse_bindings

@@ -40,8 +40,8 @@ class LLM:
     """A loaded model. Not for several threads. Use it as a context manager, or ``close`` it.
 
     path: folder, ``s3://…`` or hub id; or a whole LaunchSpec. options: fields of EngineConfig (max_running, dtype,
-    pool_bytes…) and of LaunchSpec (recipe, threads…). progress: told of the loading. Errors: UsageError for an option that does not exist,
-    else those of opening a model.
+    pool_bytes…) and of LaunchSpec (recipe, threads…). progress: told of the loading. Errors: UsageError for an option
+    that does not exist, else those of opening a model.
     """
 
     def __init__(

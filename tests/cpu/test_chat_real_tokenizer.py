@@ -13,7 +13,8 @@ from dayzero.chat.service import ChatService
 from dayzero.checkpoint.source import open_source
 
 POOLS = (
-    "abc DEF 123\t\n", "北京天气你好吗", "🦊👩‍👩‍👧é\u0301ñ", "def f(x):\n    return x  # ok\n", "日本語ひらがな", "٣٤٥ עברית", "﷽\u200d\ufeff",
+    "abc DEF 123\t\n", "北京天气你好吗", "🦊👩‍👩‍👧é\u0301ñ", "def f(x):\n    return x  # ok\n",
+    "日本語ひらがな", "٣٤٥ עברית", "﷽\u200d\ufeff",
 )  # fmt: skip
 
 
@@ -27,6 +28,7 @@ def odd_texts(count: int) -> list[str]:
     return ["".join(draw.choice(draw.choice(POOLS)) for _ in range(draw.randint(1, 40))) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_ids_and_texts_are_transformers(service: ChatService, demo_model: Path) -> None:
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(demo_model)
     ours = service.tokenizer
@@ -39,6 +41,7 @@ def test_ids_and_texts_are_transformers(service: ChatService, demo_model: Path) 
         assert "".join(streamed.push([i]).text for i in ids) + streamed.flush().text == text
 
 
+@pytest.mark.slow
 def test_prompts_are_transformers(service: ChatService, demo_model: Path) -> None:
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(demo_model)
     assert service.encoding is not None
