@@ -75,16 +75,17 @@ class ChatEncoding(Protocol):
 
 # Publishers' encoders in Python, which are never run.
 ENCODER_FILES = ("encoding_*.py", "encoding/*.py", "*/encoding_*.py", "chat_encoding*.py", "chat_format*.py")
-# Families whose format is encoded here, and whether a template in the folder goes before it. The DSML family's earlier
-# member ships a template of another format; harmony's template is a rendering of what is encoded here.
-OWN_ENCODERS = {"gpt_oss": ("harmony", False), "deepseek_v32": ("dsml", True)}
+# Families whose format is encoded here. A template in the folder goes before the encoder only when it writes another
+# format (the DSML family's first member did, and so do finetuned models); of the same format it is a copy, and copies
+# of these two have been wrong.
+OWN_ENCODERS = {"gpt_oss": "harmony", "deepseek_v32": "dsml"}
 
 
 def control_text(family: str | None, template: str) -> str:
     """Text that spells every token which a user's text must not turn into: the template's and the family's own."""
     from dayzero.chat import dsml, harmony
 
-    own, _ = OWN_ENCODERS.get(family or "", ("", True))
+    own = OWN_ENCODERS.get(family or "")
     return " ".join((template, *(harmony.NEEDED if own == "harmony" else dsml.NEEDED if own == "dsml" else ())))
 
 
@@ -93,8 +94,8 @@ def choose(
 ) -> tuple[ChatEncoding | None, str]:
     """(how to talk to the model, why so), or (None, why not and what to do instead).
 
-    In order: the template given by the user; the encoder of the family where it goes before a template; the folder's
-    template; the encoder of the family. Errors: CheckpointError for a damaged file.
+    In order: the template given by the user; the encoder of the family, unless the folder's template writes another
+    format; the folder's template. Errors: CheckpointError for a damaged file.
     """
     from dayzero.chat.families import recognise
     from dayzero.chat.template import find_template, special_tokens
@@ -103,15 +104,14 @@ def choose(
     if tokenizer is None:
         return None, f"{source.name} has no tokenizer that can be read; send token ids to /v1/completions."
     found = (template, "the template given") if template is not None else find_template(source)
-    own, template_first = OWN_ENCODERS.get(family or "", (None, True))
-    lacks = ""
-    if own is not None and template is None and (found is None or not template_first):
+    form, why = recognise(found[0], family, tokenizer.added) if found else (None, "")
+    own, lacks = OWN_ENCODERS.get(family or ""), ""
+    if own is not None and template is None and (form is None or form.name == own):
         encoding, lacks = _own_encoder(own, tokenizer)
         if encoding is not None:
             beside = f"; {found[1]} of the folder is not used" if found else ""
             return encoding, f"the family {family} is encoded by dayzero itself{beside}"
-    if found is not None:
-        form, why = recognise(found[0], family, tokenizer.added)
+    if found is not None and form is not None:
         specials = special_tokens(source)
         return TemplateEncoding(found[0], form, tokenizer, source=found[1], specials=specials), why
     if lacks:

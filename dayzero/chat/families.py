@@ -141,8 +141,8 @@ def _xml() -> Format:
     )
 
 
-def _arg_pairs() -> Format:
-    """The name, then pairs of tags for key and value."""
+def _arg_pairs(breaks: str) -> Format:
+    """The name, then pairs of tags for key and value. breaks: what stands between them."""
     opening, closing = "<tool_call>", "</tool_call>"
     inner = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     states = {
@@ -162,17 +162,17 @@ def _arg_pairs() -> Format:
     shape = CallShape(
         "tagged",
         call=opening,
-        name="\n",
+        name=breaks,
         end=closing,
-        key=("<arg_key>", "</arg_key>\n<arg_value>"),
-        value="</arg_value>\n",
-        between="\n",
+        key=("<arg_key>", f"</arg_key>{breaks}<arg_value>"),
+        value=f"</arg_value>{breaks}",
+        between=breaks,
     )
     return Format(
-        "arg_pairs",
+        "arg_pairs" if breaks else "arg_pairs_compact",
         inline(THINK, states, (Edge(opening, "name"),), strays=(closing, *inner), in_reasoning=()),
         shape,
-        signs=("<arg_key>", "<arg_value>"),
+        signs=("<arg_key>", "<arg_value>", *(() if breaks else ("</arg_key><arg_value>",))),
         think=THINK,
     )
 
@@ -341,7 +341,8 @@ def _harmony() -> Format:
     )
 
 
-HERMES, XML, ARG_PAIRS, KIMI, LLAMA, HARMONY = _hermes(), _xml(), _arg_pairs(), _kimi(), _llama(), _harmony()
+HERMES, XML, KIMI, LLAMA, HARMONY = _hermes(), _xml(), _kimi(), _llama(), _harmony()
+ARG_PAIRS, ARG_PAIRS_COMPACT = _arg_pairs("\n"), _arg_pairs("")
 DEEPSEEK_V3, DEEPSEEK_V31 = _deepseek(True), _deepseek(False)
 DSML_CALLS, DSML_TOOL_CALLS = _dsml("function_calls"), _dsml("tool_calls")
 THINKING = Format("thinking", inline(THINK, {}), CallShape("none"), think=THINK)
@@ -349,11 +350,12 @@ PLAIN = Format("plain", inline(None, {}), CallShape("none"))
 
 # The first whose signs a template holds is its format, so the more particular come first.
 FORMATS = (
-    HARMONY, DSML_CALLS, DSML_TOOL_CALLS, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, ARG_PAIRS, XML, HERMES, LLAMA,
+    HARMONY, DSML_CALLS, DSML_TOOL_CALLS, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, ARG_PAIRS_COMPACT, ARG_PAIRS, XML, HERMES,
+    LLAMA,
 )  # fmt: skip
 # What a family writes when its template does not show it.
 BY_FAMILY: Mapping[str, Format] = {
-    "gpt_oss": HARMONY, "deepseek_v32": DSML_CALLS, "deepseek_v3": DEEPSEEK_V31, "glm5": ARG_PAIRS,
+    "gpt_oss": HARMONY, "deepseek_v32": DSML_CALLS, "deepseek_v3": DEEPSEEK_V31, "glm5": ARG_PAIRS_COMPACT,
     "qwen3_5": XML, "qwen3": HERMES,
 }  # fmt: skip
 

@@ -99,6 +99,8 @@ class TemplateEncoding(FormatEncoding):
         if len(given) == 1:
             for name in SAME_SWITCH:
                 asked.setdefault(name, asked[given[0]])
+        if "preserve_thinking" in asked:
+            asked.setdefault("clear_thinking", not asked["preserve_thinking"])  # the same switch, the other way round
         tools = [{"type": "function", "function": tool.function()} for tool in conversation.offered]
         return {
             **self._specials,

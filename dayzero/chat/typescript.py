@@ -21,7 +21,7 @@ def declarations(tools: Sequence[Tool]) -> str:
 def _function(tool: Tool) -> str:
     head = _comment(tool.description, "")
     schema = tool.parameters
-    if not schema or not schema.get("properties"):
+    if not schema:
         return f"{head}type {tool.name} = () => any;\n\n"
     return f"{head}type {tool.name} = (_: {_type(schema, '')}) => any;\n\n"
 

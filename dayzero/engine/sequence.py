@@ -21,7 +21,7 @@ class Sequence:
     """One request from ``add`` until the last step that names it has retired."""
 
     __slots__ = (
-        "allocated", "answer", "cached", "collected", "computed", "finish", "flights", "id", "key", "known", "last",
+        "allocated", "cached", "collected", "computed", "finish", "flights", "id", "key", "known", "last",
         "leader", "max_new", "params", "pending", "prompt", "prompt_tokens", "request", "retired", "seen", "slot",
         "status", "stop_ids", "times", "told",
     )  # fmt: skip
@@ -54,7 +54,6 @@ class Sequence:
         self.collected = 0  # rows of prompt log-probabilities that are in
         self.told = False  # whether an output has been made
         self.times = {"arrival": request.arrival}
-        self.answer = 0  # tokens handed out
 
     @property
     def todo(self) -> int:
@@ -121,8 +120,8 @@ class Sequence:
         self.prompt += [_logprobs(item) for item in result.prompt[self.collected - row.start :]]
         self.collected = max(self.collected, end)
 
-    def take_token(self, row: Row, result: RowResult, now: float) -> Output | None:
-        """Commit the row's sampled token and decide whether the answer ends. None: nothing to tell (never, so far)."""
+    def take_token(self, row: Row, result: RowResult, now: float) -> Output:
+        """Commit the row's sampled token and decide whether the answer ends with it."""
         token, known = result.token, self.known
         before = len(known) - self.prompt_tokens
         assert token is not None, f"{self.id}: no token and no reason"
@@ -133,7 +132,6 @@ class Sequence:
             self.times["first_token"] = now
         if token in self.stop_ids and before >= self.params.min_tokens:
             return self.ended("stop", now, stop_id=token)
-        self.answer += 1
         logprobs = []
         if self.params.logprobs is not None:
             assert result.logprobs is not None, f"{self.id}: log-probabilities were asked for and did not come"

@@ -172,11 +172,14 @@ def _brought_through(recipe: Recipe, view: _View, *, second: bool) -> tuple[_Run
             break
         seen.add(run.said)
         best: _Run | None = None
-        for patches in _changes(run, view, second):
-            tried = _run(recipe, view, {**run.patches, **patches}, Session(second=second))
-            if tried.said not in seen and (best is None or tried.rank > best.rank):
-                best = tried
-            if tried.spec is not None:
+        for changes in _changes(run, view, second):
+            for patches in changes:
+                tried = _run(recipe, view, {**run.patches, **patches}, Session(second=second))
+                if tried.said not in seen and (best is None or tried.rank > best.rank):
+                    best = tried
+                if tried.spec is not None:
+                    break
+            if best is not None:
                 break
         if best is None:
             break
@@ -217,8 +220,8 @@ def _run(recipe: Recipe, view: _View, patches: Patches, session: Session | None 
     return _Run(probe, None, said, patches)
 
 
-def _changes(run: _Run, view: _View, second: bool) -> Iterator[Patches]:
-    """What to try at a stop: what keeps most of what the config states comes first."""
+def _changes(run: _Run, view: _View, second: bool) -> tuple[list[Patches], list[Patches]]:
+    """What to try at a stop: first changes that keep most of what the config states; if none gets on, the others."""
     kinds: dict[str, set[str]] = {}
     for key, kind in run.probe.session.asked:
         kinds.setdefault(key, set()).add(kind)
@@ -239,8 +242,7 @@ def _changes(run: _Run, view: _View, second: bool) -> Iterator[Patches]:
         stated[path] = value
         late.append({path: _GONE})
     together: list[Patches] = [dict.fromkeys(stated, _GONE)] if len(stated) > 1 else []
-    yield from [*early, *late][: MAX_TRIES - len(together)]
-    yield from together
+    return early[:MAX_TRIES], [*late[:MAX_TRIES], *together]
 
 
 def _lists(value: list[Any], said: str, second: bool) -> Iterator[list[Any]]:

@@ -142,8 +142,9 @@ def _ids(spec: ModelSpec, files: TokenizerFiles) -> list[Finding]:
 def _operators(operators: Operators) -> list[Finding]:
     out = []
     for word, done in (("extend", "extended"), ("build", "built")):
-        if operators[word]:
-            told = tuple(_entry_text(entry) for entry in operators[word])
+        # What is listed for a refused value is a question, not yet known to lack anything; that value has its own fail.
+        told = tuple(_entry_text(entry) for entry in operators[word] if "uses" in entry)
+        if told:
             out.append(
                 Finding(
                     f"operators.{word}", "operator", "note",

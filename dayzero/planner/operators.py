@@ -51,7 +51,7 @@ def from_reading(
     """The list for a config that a recipe does not fully cover: its reading's operators, then what it leaves over.
 
     left: dotted keys that nothing reads; they speak by the table of key traits, or are listed under build as unknown.
-    A key whose value the recipe refuses is listed under extend. Keys it reads or ignores are not asked about again.
+    A key whose value the recipe refuses is listed under extend. Other keys it reads, or ignores, are not asked about.
     """
     out = from_contracts(_uses(reading), catalog)
     found: dict[tuple[str, str], tuple[dict[str, object], list[str], str]] = {}
@@ -69,7 +69,7 @@ def from_reading(
         out["build"].append(
             {"contract": None, "keys": [path], "about": f"unknown key {path}: no operator is known to need it"}
         )
-    out["extend"] += _refused(reading, catalog)
+    _place_refused(out, reading, catalog)
     return out
 
 
@@ -84,27 +84,34 @@ def _uses(reading: Reading) -> list[OpUse]:
     return uses
 
 
-def _refused(reading: Reading, catalog: Catalog) -> list[dict[str, Any]]:
-    """Values of the right kind that the recipe does not know: each may be an option that an operator lacks."""
-    out: dict[str, dict[str, Any]] = {}
+def _place_refused(out: Operators, reading: Reading, catalog: Catalog) -> None:
+    """Values of the right kind that the recipe does not know: each may be an option that an operator lacks.
+
+    It is listed under extend, or under reuse where an option of the operator has just this word.
+    """
+    seen = set()
     for refusal in reading.refusals:
         key = refusal.key.rpartition(".")[2]
-        if refusal.key in out or not refusal.of_kind or key in STORAGE_KEYS or is_contradiction(refusal.said):
+        if refusal.key in seen or not refusal.of_kind or key in STORAGE_KEYS or is_contradiction(refusal.said):
             continue
+        seen.add(refusal.key)
         entries = reading.entries.get(refusal.key)
         stated = list(dict.fromkeys(map(repr, entries.values()))) if entries else [repr(refusal.stated)[:80]]
-        row = next((row for row in KEY_TRAITS if any(fnmatch.fnmatchcase(key, p) for p in row.keys)), None)
-        lines = catalog.lookup(row.contract) if row is not None else []
-        has = [f"{option} of {list(allowed)}" for option, allowed in lines[0].traits.items()] if lines else []
+        rows = [row for row in KEY_TRAITS if any(fnmatch.fnmatchcase(key, p) for p in row.keys)]
+        row = next((row for row in rows if catalog.lookup(row.contract)), None)
+        traits = catalog.lookup(row.contract)[0].traits if row is not None else {}
         lacks = f"the recipe {reading.recipe.name} does not know {', '.join(stated)} of {refusal.key}"
-        out[refusal.key] = {
-            "contract": row.contract if row is not None and lines else None,
-            "traits": {},
-            "keys": [refusal.key],
-            "about": row.about if row is not None else "",
-            "lacks": [lacks + (f"; {lines[0].contract} has {', '.join(has)}" if has else "")],
-        }
-    return list(out.values())
+        if row is not None and traits:
+            has = ", ".join(f"{option} of {list(allowed)}" for option, allowed in traits.items())
+            lacks += f"; {row.contract} has {has}"
+        word = refusal.stated if isinstance(refusal.stated, str) else None
+        known = word is not None and any(word in allowed for allowed in traits.values())
+        about = row.about if row is not None else ""
+        entry = {"contract": row.contract if row is not None else None, "traits": {}, "keys": [refusal.key]}
+        if known:
+            out["reuse"].append({**entry, "about": f"{about}: {lacks}"})
+        else:
+            out["extend"].append({**entry, "about": about, "lacks": [lacks]})
 
 
 def is_contradiction(said: str) -> bool:

@@ -103,6 +103,8 @@ def _mark_layers(layers: list[dict[str, Any]], reading: Reading) -> None:
         one_mixer = len({layer["mixer"] for layer in layers}) == 1 < len({layer["channel"] for layer in layers})
         word = "channel" if one_mixer else "mixer"
         for i, entry in stated.items():
+            if layers[i][word] == UNKNOWN_WORD:
+                continue
             layers[i] = {**layers[i], word: f"{layers[i][word]}, in place of {entry!r}"}
 
 

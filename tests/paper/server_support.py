@@ -187,6 +187,7 @@ class World:
     engine: ScriptedEngine
     app: Starlette
     log: list[dict[str, Any]]
+    web: Web | None = None
 
 
 def make(engine: ScriptedEngine | None = None, chat: ChatService | None = None, **config: Any) -> World:

@@ -396,7 +396,10 @@ def test_the_families_own_encoder_and_the_template(tmp_path: Path) -> None:
     other = service(tmp_path / "b", "deepseek_v32", tokenizer=DSML_FILE, template=CHAT)
     assert other.encoding is not None
     assert other.encoding.source == "chat_template.jinja"
-    own = service(tmp_path / "c", "gpt_oss", tokenizer=byte_level(HARMONY), template=CHAT)
+    copied = service(tmp_path / "f", "deepseek_v32", tokenizer=DSML_FILE, template=CHAT + "｜DSML｜function_calls")
+    assert isinstance(copied.encoding, DsmlEncoding)
+    written = CHAT + "<|channel|>analysis<|message|>"
+    own = service(tmp_path / "c", "gpt_oss", tokenizer=byte_level(HARMONY), template=written)
     assert isinstance(own.encoding, HarmonyEncoding)
     assert "chat_template.jinja of the folder is not used" in own.why
     given = service(tmp_path / "d", "gpt_oss", CHAT, tokenizer=byte_level(HARMONY))
@@ -436,6 +439,7 @@ def test_every_source_of_stop_ids_counts(tmp_path: Path) -> None:
         (CHAT + "<tool_call></think><think>", "qwen3", "hermes", ("reasoning", "tools")),
         (CHAT + "<tool_call><function=<parameter=<think></think>", None, "xml_parameters", ("reasoning", "tools")),
         (CHAT + "<tool_call><arg_key><arg_value>", None, "arg_pairs", ("tools",)),
+        (CHAT + "<tool_call><arg_key></arg_key><arg_value>", None, "arg_pairs_compact", ("tools",)),
         (CHAT + "<|tool_call_begin|><|tool_call_argument_begin|>", "kimi_linear", "kimi_k2", ("tools",)),
         (CHAT + "<｜tool▁call▁begin｜>", None, "deepseek_v31", ("tools",)),
         (CHAT + "<｜tool▁call▁begin｜>```json", None, "deepseek_v3", ("tools",)),

@@ -12,6 +12,7 @@ from dayzero.chat.conversation import Conversation, Message, NamedTool, Tool
 from dayzero.chat.encoding import GrammarText, Prompt
 from dayzero.chat.families import (
     ARG_PAIRS,
+    ARG_PAIRS_COMPACT,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     DSML_CALLS,
@@ -31,7 +32,7 @@ from dayzero.errors import UsageError
 from tests.paper.chat_models import byte_level
 from tests.paper.test_chat_parser import NOTE, SECTIONS, WEATHER, answer, call_text
 
-CALLING = (HERMES, XML, ARG_PAIRS, DEEPSEEK_V3, DEEPSEEK_V31, DSML_CALLS, KIMI, LLAMA, HARMONY)
+CALLING = (HERMES, XML, ARG_PAIRS, ARG_PAIRS_COMPACT, DEEPSEEK_V3, DEEPSEEK_V31, DSML_CALLS, KIMI, LLAMA, HARMONY)
 # As in the publishers' vocabularies: control tokens marked special, text-like markers added without the mark.
 MARKERS = sorted(
     {m for form in CALLING for m in form.grammar.markers() if m[:2] in ("<|", "<｜") and DSML_CALLS} - {"<｜"}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dayzero.chat.conversation import Tool
 from dayzero.chat.families import (
     ARG_PAIRS,
+    ARG_PAIRS_COMPACT,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     DSML_CALLS,
@@ -86,6 +87,9 @@ def call_text(form: Format, name: str, args: dict[str, object], index: int = 0) 
     if form is ARG_PAIRS:
         inner = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in plain.items())
         return f"<tool_call>{name}\n{inner}</tool_call>"
+    if form is ARG_PAIRS_COMPACT:
+        inner = "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in plain.items())
+        return f"<tool_call>{name}{inner}</tool_call>"
     said = {k: "true" if isinstance(v, str) else "false" for k, v in args.items()}
     inner = "".join(
         f'<｜DSML｜parameter name="{k}" string="{said[k]}">{v}</｜DSML｜parameter>\n' for k, v in plain.items()
@@ -102,6 +106,7 @@ SECTIONS = {
     HERMES.name: ("\n", "", "\n"),
     XML.name: ("\n\n", "", "\n"),
     ARG_PAIRS.name: ("\n", "", "\n"),
+    ARG_PAIRS_COMPACT.name: ("", "", ""),
     LLAMA.name: ("", "", "; "),
     HARMONY.name: ("", "", ""),
 }
@@ -154,7 +159,7 @@ def test_the_prompt_may_have_opened_the_reasoning(form: Format) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [f for f in CALLING if f.think and f not in (HARMONY, ARG_PAIRS)], ids=lambda f: f.name
+    "form", [f for f in CALLING if f.think and f not in (HARMONY, ARG_PAIRS, ARG_PAIRS_COMPACT)], ids=lambda f: f.name
 )
 def test_a_call_ends_reasoning_that_was_not_closed(form: Format) -> None:
     text = answer(form, [("get_weather", arguments())]).replace("</think>\n\n", "")

@@ -25,6 +25,7 @@ from tests.paper.test_inspect_findings import fails, said, small_dense, small_mo
 ROOT = Path(dayzero.__file__).parent.parent
 DOC = (ROOT / "docs" / "inspect.md").read_text()
 FREE = {"files", "sampling", "stop_id_sources", "nearest", "config.defaulted", "config.ignored", "config.effective",
+        "config.stand_ins",
         "tensors.misfit", "tensors.narrowed", "tensors.roots", "tensors.aliases", "tensors.filled",
         "quantization.formats", "quantization.facts", "quantization.ignored"}  # fmt: skip
 

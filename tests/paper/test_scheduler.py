@@ -104,7 +104,7 @@ def serve(engine: Driver, load: list[tuple[int, NewRequest]], strike: Callable[[
 
 
 def loaded_engines_answer(engine: Driver, load: list[tuple[int, NewRequest]]) -> None:
-    """Batched, chunked, cached, preempted, one ahead: as alone, cold and in one piece; nothing lost, doubled, leaked."""
+    """Batched, chunked, cached, preempted, one ahead: as alone, cold and in one piece; nothing lost or doubled."""
     serve(engine, load)
     for name in engine.requests:
         engine.check_answer(name)
