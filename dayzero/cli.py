@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dayzero import __version__
-from dayzero.commands import align, chat, demo, inspect, plan, serve, twin
+from dayzero.commands import align, bench, chat, demo, inspect, plan, serve, twin
 from dayzero.commands.frame import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, leave_stdout, register
 from dayzero.console import Console
 from dayzero.errors import MachineError, UsageError
@@ -55,6 +55,7 @@ def build_app() -> typer.Typer:
     register(app, "align", align.AlignArguments, align.run)
     register(app, "chat", chat.ChatArguments, chat.run)
     register(app, "serve", serve.ServeArguments, serve.run)
+    register(app, "bench", bench.BenchArguments, bench.run)
     return app
 
 

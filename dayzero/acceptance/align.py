@@ -175,7 +175,7 @@ def _oracle_side(
         ids = token_ids(model, options.tokens, options.prompt, options.num_tokens) if asked else None
         trace.check(mark, ids.tokens if ids else None)
         return trace, ids or Ids(trace.tokens, f"ids of {options.trace}")
-    chosen = choose(model.recipe, options.oracle, options.allow_remote_code, model.config)
+    chosen = choose(model.recipe, options.oracle, options.allow_remote_code, model.config, model.source.files())
     ids = token_ids(model, options.tokens, options.prompt, options.num_tokens)
     made = Path(options.record) if options.record is not None else folder / "trace.safetensors"
     work = made.with_name(made.name + ".partial-run")

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -44,30 +44,31 @@ class Chosen:
         return f"{LIBRARY} {self.what}" if self.kind == "library" else self.what or "the checkpoint's own code"
 
 
-def choose(recipe: Recipe, asked: str | None, allow_remote_code: bool, config: Mapping[str, Any]) -> Chosen:
+def choose(
+    recipe: Recipe, asked: str | None, allow_remote_code: bool, config: Mapping[str, Any], files: Container[str] = ()
+) -> Chosen:
     """The oracle for this family.
 
     asked: None (what the recipe names), ``transformers``, the class or file that it names, ``remote``, or a .py file.
-    UsageError, saying what may be given, when that is none that is accepted here, exists and is allowed.
+    files: those of the checkpoint. UsageError, saying what may be given, when that is none that is accepted here,
+    exists and is allowed.
     """
     named = recipe.oracle
     if asked is not None and asked.endswith(".py"):
         if not Path(asked).is_file():
             raise UsageError(f"--oracle {asked} is no file; give a plain forward, a .py that defines forward(...).")
         return Chosen("plain", asked, named or Oracle())
-    class_name = named.class_for(_architectures(config)) if named is not None else ""
-    known = named is not None and (named.file is not None or class_name != "")
-    if asked == REMOTE or (asked is None and not known and allow_remote_code and "auto_map" in config):
+    known = "" if named is None else named.file or named.class_for(_architectures(config))
+    absent = _absent_code(config, files)
+    if asked == REMOTE or (asked is None and not known and allow_remote_code and absent is None):
         if not allow_remote_code:
             raise UsageError("--oracle remote runs Python code from the checkpoint; allow it with --allow-remote-code.")
-        if "auto_map" not in config:
-            raise UsageError("--oracle remote: config.json has no auto_map: the checkpoint ships no code of its own.")
+        if absent is not None:
+            raise UsageError(f"--oracle remote: the checkpoint ships no code of its own: {absent}.")
         return Chosen("remote", "", named or Oracle())
-    if named is not None and named.file is not None and asked in (None, named.file):
-        return Chosen("plain", str(SCRIPTS / named.file), named)
-    if named is not None and class_name and asked in (None, LIBRARY, class_name):
-        return Chosen("library", class_name, named)
-    ways = _ways(named.file or class_name if known and named is not None else "", config)
+    if named is not None and known and asked in (None, known, None if named.file else LIBRARY):
+        return Chosen("plain", str(SCRIPTS / known), named) if named.file else Chosen("library", known, named)
+    ways = _ways(known, absent is None)
     if asked is not None:
         raise UsageError(
             f"--oracle {asked} is not accepted for {recipe.name}: a look-alike would compare the wrong model; give {ways}."
@@ -75,11 +76,26 @@ def choose(recipe: Recipe, asked: str | None, allow_remote_code: bool, config: M
     raise UsageError(f"the recipe {recipe.name} names no oracle for this model; give {ways}.")
 
 
-def _ways(known: str, config: Mapping[str, Any]) -> str:
+def _absent_code(config: Mapping[str, Any], files: Container[str]) -> str | None:
+    """Why the checkpoint has no code of its own to run, or None when it has."""
+    named = config.get("auto_map")
+    if not isinstance(named, Mapping) or not named:
+        return "config.json has no auto_map"
+    modules = [str(one).partition(".")[0] for name in named.values() for one in _several(name) if "--" not in str(one)]
+    lost = next((f"{module}.py" for module in modules if f"{module}.py" not in files), None)
+    return None if lost is None else f"its auto_map names {lost}, which is not there"
+
+
+def _several(name: object) -> Iterable[object]:
+    """An entry of auto_map is one class, or a slow and a fast one of which either may be null."""
+    return [one for one in name if one] if isinstance(name, list | tuple) else [name]
+
+
+def _ways(known: str, ships_code: bool) -> str:
     """What may be given. known: the class or file that the recipe names, or ``""``."""
     ways = [f"--oracle {known}"] if known else []
     ways += ["--oracle FILE.py (a plain forward)", "--trace FILE (recorded elsewhere)"]
-    if "auto_map" in config:
+    if ships_code:
         ways.append("--allow-remote-code (the checkpoint ships code of its own)")
     return f"{', '.join(ways[:-1])} or {ways[-1]}"
 
@@ -179,7 +195,8 @@ def _stopped(chosen: Chosen, code: int, log: Path) -> UserError:
     if chosen.kind == "plain" and (last.startswith(("SyntaxError", "IndentationError")) or "no forward(" in last):
         return UsageError(f"--oracle {chosen.what} is no plain forward ({last}); it must define forward(...).")
     if last.startswith("ModuleNotFoundError"):
-        return MachineError(f"the oracle needs a package that is not here ({last}): pip install 'dayzero[oracle]'.")
+        how = "install it" if chosen.kind == "plain" else "pip install 'dayzero[oracle]'"
+        return MachineError(f"the oracle ({chosen.name}) needs a package that is not here ({last}): {how}.")
     if last.startswith("FileNotFoundError"):
         file = Path(last.rsplit(": ", 1)[-1].strip("'")).name
         return CheckpointError(f"{file} disappeared while the oracle read it; wait until the download is complete.")

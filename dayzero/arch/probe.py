@@ -18,6 +18,7 @@ from dayzero.errors import ConfigError
 
 INVENTED: Any = object()  # value of a key that a config lacks: there, but every getter has to guess what it is
 MAX_DIGITS, MAX_LAYERS = 15, 10_000  # of a number in quotes that is taken for one
+WIDTHS = ("size", "dim", "rank", "width", "length", "positions", "window")  # words in names of large numbers
 UNKNOWN_ENTRY = "?"  # of an invented list: no recipe knows it, so the refusal names the entries that it does know
 
 
@@ -79,10 +80,10 @@ class Probe(Raw):
 
     def _guess(self, name: builtins.str) -> builtins.int:
         """A number to use for ``name``: widths above counts, and not all in the same proportion a second time."""
-        count = name.startswith(("num_", "n_")) or "heads" in name or "experts" in name
+        wide = any(word in name for word in WIDTHS)
         if not self.session.second:
-            return 2 if count else 256
-        return (4 if count else 2048) << len(self.session.refusals) % 2
+            return 256 if wide else 2
+        return (2048 if wide else 4) << len(self.session.refusals) % 2
 
     def _note(self, kind: builtins.str, names: Iterable[builtins.str]) -> None:
         self.session.asked.extend((self.full(name), kind) for name in names)

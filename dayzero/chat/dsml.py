@@ -1,7 +1,7 @@
 """The chat format whose tool calls are DSML tags. Its publisher ships a Python encoder and no template.
 
-Written after the publisher's published encoder (V3.2): what it writes is kept to the letter, where it fails a sentence
-says so. Compared with goldens made by hand; not compared with a run of the publisher's own encoder.
+Written after the publisher's published encoder (V3.2): what that writes is kept to the letter, where it fails a
+sentence says so. The texts of 3,000 random conversations were compared with a copy of it, without a difference.
 
 Reasoning: ``thinking`` or ``enable_thinking`` of chat_template_kwargs switches it on, as does a reasoning_effort; off
 is the publisher's default. The format shows no reasoning of turns before the last user message. A developer's message

@@ -1,7 +1,9 @@
 """The harmony chat format: messages in channels, functions in a TypeScript-like form.
 
-Written after the publisher's description of the format and its published samples, which are among the goldens; the ids
-have not been compared with the publisher's own library, whose vocabulary needs a network.
+Written after the publisher's description of the format and its samples. Texts and ids were compared with its own
+library over 1,500 random conversations with the real vocabulary; two things differ on purpose. A tool's result names
+its recipient before the channel, as the description and the publisher's template have it (the library: after it). All
+reasoning before the last answer is left out, as the description says (the library: that before the first answer).
 
 chat_template_kwargs: reasoning_effort (low, medium, high; ``none`` and ``minimal`` come to low, since this model always
 reasons, as does thinking false), model_identity, knowledge_cutoff, current_date (today's where it is not given),

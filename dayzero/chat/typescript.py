@@ -1,7 +1,8 @@
 """Function declarations in the TypeScript-like form that the harmony format shows to its models.
 
-Written after the publisher's description and one of its published samples (docs and tests of the format). Lines of a
-description with several lines are each a comment; there is no sample of that.
+Written after the publisher's description and samples, and compared with what its library makes of many schemas; its
+oddities are kept (only a function's own description has each of its lines marked; nested types are indented, their
+first line is not), because the model was trained on them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def declarations(tools: Sequence[Tool]) -> str:
 
 
 def _function(tool: Tool) -> str:
-    head = _comment(tool.description, "")
+    head = "".join(f"// {line}\n" for line in (tool.description or "").split("\n") if tool.description)
     schema = tool.parameters
     if not schema:
         return f"{head}type {tool.name} = () => any;\n\n"
@@ -29,7 +30,7 @@ def _function(tool: Tool) -> str:
 def _comment(text: Any, indent: str) -> str:
     if not isinstance(text, str) or not text:
         return ""
-    return "".join(f"{indent}// {line}\n" for line in text.split("\n"))
+    return f"{indent}// {text}\n"
 
 
 def _type(schema: Any, indent: str) -> str:
@@ -82,7 +83,7 @@ def _property(key: str, said: Mapping[str, Any], required: bool, indent: str) ->
         out += f"{indent}// default: {_default(said)}\n" if "default" in said else ""
         return out + f"{indent}{key}{mark}:{_type(said, indent)}\n{indent},\n"
     behind = f" // default: {_default(said)}" if "default" in said else ""
-    return out + f"{indent}{key}{mark}: {_nullable(said, indent)},{behind}\n"
+    return out + f"{indent}{key}{mark}: {_nullable(said, indent + '    ')},{behind}\n"
 
 
 def _variant(said: Any, indent: str) -> str:

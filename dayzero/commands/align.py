@@ -35,7 +35,7 @@ class AlignArguments:
         Path | None, typer.Option("--token-ids", metavar="FILE", help="Read the ids of this file, a JSON list.")
     ] = None
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Read this text.")] = None
-    threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads of each process.")] = None
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help="CPU threads of each process.")] = None
     expert_memory: Annotated[
         str, typer.Option(metavar="SIZE", help="Keep experts of a layer between its runs, up to this size.")
     ] = "1GiB"

@@ -19,7 +19,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     source: folder, ``s3://…`` or hub id. recipe: path or module of a recipe; None: the built-in one. config: limits,
     precision, cache and bindings. executor: ``local`` runs a recipe; ``upstream`` the publisher's code. remote_code:
     whether code that comes with the checkpoint may be run (upstream only). threads: of operators; None: chosen from
-    the machine. stop_ids: ids that end an answer besides those that the checkpoint states. defaults: sampling defaults
+    the machine. stop_ids: ids that end an answer, from every source (``ChatService.stop_ids``); empty: those that
+    config.json, generation_config.json and tokenizer_config.json state. defaults: sampling defaults
     that replace those of generation_config.json, by name.
     """
 

@@ -21,7 +21,7 @@ from dayzero.ops.bind import bound_uses, load_entry_points
 from dayzero.ops.catalog import REFERENCE
 from dayzero.planner.bindings import choose
 from dayzero.planner.detect import detect
-from dayzero.planner.tokenizer_files import read_tokenizer_files
+from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from dayzero.units import bytes_text, counted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -97,7 +97,7 @@ def _info(
 ) -> EngineInfo:
     config, spec, dtype = launch.config, model.spec, ELEMENTS[model.loader.dtype]
     files = read_tokenizer_files(model.source, model.config)
-    stops = sorted({*files.stop, *spec.stop_ids, *launch.stop_ids} & set(range(spec.vocab)))
+    stops = ending_ids(launch, files, spec.vocab)
     pool_tokens = _pool_tokens(layout, num_slabs)
     longest = min(spec.max_positions, config.max_model_len or spec.max_positions, pool_tokens)
     if longest < 2:
@@ -112,7 +112,7 @@ def _info(
         ("longest context", f"{longest:,} tokens"),
         ("concurrency", f"{config.max_running} requests, {config.max_step_tokens:,} tokens a step"),
         ("prefix cache", _prefix_row(layout, config)),
-        ("stop ids", ", ".join(f"{i} ({'; '.join(files.stop.get(i, ['recipe']))})" for i in stops) or "none"),
+        ("stop ids", ", ".join(f"{i} ({'; '.join(files.stop.get(i, ['chat format']))})" for i in stops) or "none"),
     ]
     defaults = {key: value for key, value in files.sampling.items() if value is not None} | launch.defaults
     return EngineInfo(
@@ -120,6 +120,13 @@ def _info(
         defaults=defaults, table=table, page_tokens=layout.page_tokens, pool_tokens=pool_tokens,
         max_running=config.max_running, facts={"bindings": dict(bindings), "bytes_read": model.loader.bytes_read},
     )  # fmt: skip
+
+
+def ending_ids(launch: LaunchSpec, files: TokenizerFiles, vocab: int) -> list[int]:
+    """Ids that end an answer. What a template merely writes ends nothing here: which of its markers do is known to
+    the chat format, and comes with the launch."""
+    stated = {i for i, said in files.stop.items() if any(where != "chat template" for where in said)}
+    return sorted(i for i in (set(launch.stop_ids) or stated) if 0 <= i < vocab)
 
 
 def _pool_tokens(layout: Layout, num_slabs: int) -> int:

@@ -23,6 +23,7 @@ from dayzero.engine.api import EngineInfo
 from dayzero.engine.choose import Chooser
 from dayzero.engine.executor import Late
 from dayzero.engine.launch import LaunchSpec, LoadProgress
+from dayzero.engine.load import ending_ids
 from dayzero.engine.step import Row, RowResult, Step, StepResult
 from dayzero.errors import CheckpointError, MachineError, ModelError, UsageError
 from dayzero.planner.tokenizer_files import read_tokenizer_files
@@ -91,7 +92,7 @@ class UpstreamRunner:
         vocab = int(self._model.get_output_embeddings().weight.shape[0])
         if longest < 2:
             raise CheckpointError(f"config.json of {launch.source} states a context of {context} tokens.")
-        stops = sorted({*files.stop, *launch.stop_ids} & set(range(vocab)))
+        stops = ending_ids(launch, files, vocab)
         kind, dtype = type(self._model).__name__, str(self._model.dtype).removeprefix("torch.")
         table = [
             ("model", f"{kind} of transformers, {dtype}"),

@@ -72,10 +72,12 @@ def _meshes(options: PlanOptions, devices: int, spec: ModelSpec) -> list[Mesh]:
                     mesh = Mesh(tp, ep, pp, cp, dp)
                     if mesh.num_ranks == devices and mesh not in out:
                         out.append(mesh)
-    if not out:
+    reasons = [mesh.why_not() for mesh in out]
+    if all(reasons):
         asked = {n: getattr(options, n) for n in ("tp", "ep", "pp", "cp", "dp") if getattr(options, n)}
         said = " ".join(f"--{n} {v}" for n, v in asked.items())
-        raise UsageError(f"{said} makes no mesh of {devices} devices: tp × pp × cp × dp must be {devices}.")
+        why = reasons[0] if reasons else f"tp × pp × cp × dp must be {devices}"
+        raise UsageError(f"{said} makes no mesh of {counted(devices, 'device')}: {why}.")
     return out
 
 

@@ -25,7 +25,7 @@ from dayzero.checkpoint.source import Source, open_source
 from dayzero.checkpoint.write import ShardTensor, split_shards, write_index, write_shard, write_sparse_shard
 from dayzero.console import ProgressFactory, no_progress
 from dayzero.decl import Format
-from dayzero.errors import UsageError
+from dayzero.errors import ConfigError, ModelError, UsageError, UserError
 from dayzero.models.blueprint import Blueprint, blueprint, read_config, require_recipe
 from dayzero.models.recipe import Recipe, read_spec
 from dayzero.rehearse.shrink import apply_changes, refuse_lost, shrink
@@ -70,7 +70,8 @@ def write_twin(
 ) -> Twin:
     """Write a twin of ``source`` (a checkpoint or a config.json) into the new folder ``out``.
 
-    Errors: UsageError when out exists; ModelError when no recipe covers the config or a trait would be lost.
+    Errors: UsageError when out exists, or when the changes make no model or lose a trait; ModelError when no recipe
+    covers the config or the recipe's own sizes lose one.
     Nothing is left behind on failure: the folder appears under its name only when complete.
     """
     target = Path(out)
@@ -78,8 +79,11 @@ def write_twin(
     opened = open_source(source)
     config = read_config(opened)
     recipe = require_recipe(config, options.recipe)
-    small = _twin_config(config, opened, recipe, options)
-    plan = blueprint(small, recipe)
+    try:
+        small = _twin_config(config, opened, recipe, options)
+        plan = blueprint(small, recipe)
+    except (ConfigError, ModelError) as error:
+        raise _blamed(error, config, recipe, options.changes) from error
     # A name of its own: two runs to one place must not write into, or remove, each other's files.
     partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -90,6 +94,17 @@ def write_twin(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Twin(out, recipe.name, options.paper, *made, total_params(plan.spec), small)
+
+
+def _blamed(error: UserError, config: Mapping[str, Any], recipe: Recipe, changes: Mapping[str, Any]) -> UserError:
+    """The error as it is, or a wrong call where the changes brought it about: without them the config can be read."""
+    if changes:
+        try:
+            read_spec(recipe, Raw(config))
+        except UserError:
+            return error
+        return UsageError(f"--set {', '.join(changes)}: {error}")
+    return error
 
 
 def _refuse_existing(target: Path, out: str) -> None:

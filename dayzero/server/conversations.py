@@ -22,7 +22,7 @@ RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_fi
 def from_chat(call: Call, body: Any) -> Conversation:
     """Of /v1/chat/completions and /tokenize, whose bodies share these fields. ApiError 400 for images."""
     messages = [_message(item) for item in body.messages]
-    refuse_images(messages, call.state.config)
+    refuse_images(messages, call.state.config, "messages[{}].content")
     raw_tools = (call.raw or {}).get("tools") or ()
     tools = [function_tool(tool, raw.get("function")) for tool, raw in zip(body.tools or (), raw_tools)]
     choice = getattr(body, "tool_choice", None)
@@ -83,15 +83,18 @@ def function_tool(tool: FunctionTool, raw: Any = None) -> Tool:
     return Tool(function.name, function.description, function.parameters, bool(function.strict), raw)
 
 
-def refuse_images(messages: Sequence[Message], config: ServerConfig) -> None:
-    """Limits on images, and that no model here takes any. ApiError 400."""
+def refuse_images(messages: Sequence[Message], config: ServerConfig, field: str) -> None:
+    """Limits on images, and that no model here takes any. field: where they stand, with {} for a message's number.
+    ApiError 400."""
     images = [(number, image) for number, message in enumerate(messages) for image in message.images]
     if len(images) > config.max_images:
-        raise bad(f"the request has {len(images)} images; at most {config.max_images} are taken.", "messages")
+        raise bad(
+            f"the request has {len(images)} images; at most {config.max_images} are taken.", field.partition("[")[0]
+        )
     for number, image in images:
         if len(image.source) * 3 // 4 > config.max_image_bytes and image.source.startswith("data:"):
-            raise bad(f"an image is larger than {config.max_image_bytes} bytes.", f"messages[{number}].content")
-        raise bad(NO_IMAGES, f"messages[{number}].content")
+            raise bad(f"an image is larger than {config.max_image_bytes} bytes.", field.format(number))
+        raise bad(NO_IMAGES, field.format(number))
 
 
 def template_kwargs(

@@ -65,7 +65,7 @@ def _conversation(call: Call, body: api.CountRequest) -> Conversation:
         out.append(Message("system", tuple(TextPart(text) for text in texts)))
     for message in body.messages:
         out += _messages(call, message)
-    refuse_images(out, call.state.config)
+    refuse_images(out, call.state.config, "messages")
     thinking = None
     if body.thinking is not None:
         thinking = Thinking(type=body.thinking.type, budget_tokens=body.thinking.budget_tokens)

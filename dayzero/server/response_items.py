@@ -39,7 +39,7 @@ def conversation_of(call: Call, body: api.ResponsesRequest) -> Conversation:
     """ApiError 400 for images and for parts that are no text."""
     messages = [Message.of("system", body.instructions)] if body.instructions else []
     messages += [Message.of("user", body.input)] if isinstance(body.input, str) else _turns(body.input)
-    refuse_images(messages, call.state.config)
+    refuse_images(messages, call.state.config, "input")
     choice = body.tool_choice
     effort = body.reasoning.effort if body.reasoning is not None else None
     return Conversation(

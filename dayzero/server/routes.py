@@ -39,7 +39,7 @@ GENERATE = (
 )  # fmt: skip
 
 _COUNT = Route("/v1/messages/count_tokens", count_tokens, "POST", CountRequest, CountAnswer, style="anthropic",
-               guarded=True, prepare=drop_hosted_tools, statuses=(*BODY, 404), summary="Tokens of a prompt.")  # fmt: skip
+               guarded=True, prepare=drop_hosted_tools, statuses=(*BODY, 404), summary="Its tokens.")  # fmt: skip
 _TOKENS = (
     Route("/tokenize", tokenize.tokenize, "POST", TokenizeRequest, TokenizeAnswer, guarded=True,
           statuses=(*BODY, 404, 503), summary="Token ids of a text or a conversation."),

@@ -7,8 +7,8 @@ object within the stream. Chunks that are ready together go out in one write.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -21,7 +21,10 @@ from dayzero.server.generation import Chunk, Generation
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+THREAD_LOGPROBS = 2000
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+Result = TypeVar("Result")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -63,7 +66,7 @@ async def respond(call: Call, generation: Generation, writer: Writer, stream: bo
     if not stream:
         try:
             async for ready in chunks:
-                writer.add(ready)
+                await _off_loop(writer.add, ready)
         finally:
             await chunks.aclose()
             _note_end(call, generation)
@@ -76,6 +79,13 @@ async def respond(call: Call, generation: Generation, writer: Writer, stream: bo
         if not begun:
             _note_end(call, generation)
     return EventStream(call, generation, writer, first, chunks)
+
+
+async def _off_loop(work: Callable[[list[Chunk]], Result], chunks: list[Chunk]) -> Result:
+    """``work(chunks)``, on a thread when they carry the log-probabilities of long prompts."""
+    if sum(len(chunk.prompt_logprobs or ()) for chunk in chunks) > THREAD_LOGPROBS:
+        return await asyncio.to_thread(work, chunks)
+    return work(chunks)
 
 
 class EventStream(Response):
@@ -121,7 +131,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _write(self, send: Send, chunks: list[Chunk]) -> None:
-        events = self._writer.events(chunks) if chunks else KEEP_ALIVE
+        events = await _off_loop(self._writer.events, chunks) if chunks else KEEP_ALIVE
         if events:
             await send({"type": "http.response.body", "body": events, "more_body": True})
 

@@ -20,31 +20,50 @@ def forward(reader, config, tokens, emit):
     time.sleep(300)
 """
 
+BUSY = """
+import os, pathlib, torch
+def forward(reader, config, tokens, emit):
+    assert not os.read(0, 1), "nothing that it runs may wait for input"
+    pathlib.Path({mark!r}).write_text(str(os.getpid()))
+    x = torch.ones(512, 512)
+    while True:
+        x = x @ x / 512
+"""
+
 
 def alive(process_id: int) -> bool:
+    """Whether the process runs; one that ended and that nobody has waited for does not."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:
         return False
-    return True
+    status = Path(f"/proc/{process_id}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def started(folder: Path, oracle: str, tmp_path: Path, *more: str) -> tuple[subprocess.Popen[str], int]:
+    """A running alignment whose temporary files lie in ``tmp_path/scratch``, and its oracle's process id."""
+    mark, file = tmp_path / "child", tmp_path / "sleeper.py"
+    file.write_text(oracle.format(mark=str(mark)))
+    (tmp_path / "scratch").mkdir()
+    command = [sys.executable, "-m", "dayzero", "align", str(folder), "--oracle", str(file), *more]
+    environment = os.environ | {
+        "TMPDIR": str(tmp_path / "scratch"), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not (mark.exists() and mark.read_text()) and running.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return running, int(mark.read_text())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_stopped_alignment_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    folder, scratch, out = write_dense(tmp_path / "m"), tmp_path / "scratch", tmp_path / "out"
-    scratch.mkdir()
+    folder, out = write_dense(tmp_path / "m"), tmp_path / "out"
     out.mkdir()
-    mark, oracle = tmp_path / "child", tmp_path / "sleeper.py"
-    oracle.write_text(SLEEPER.format(mark=str(mark)))
-    command = [sys.executable, "-m", "dayzero", "align", str(folder), "--oracle", str(oracle)]
-    command += ["--record", str(out / "trace")]
-    environment = os.environ | {"TMPDIR": str(scratch), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running, child = started(folder, SLEEPER, tmp_path, "--record", str(out / "trace"))
+    scratch = tmp_path / "scratch"
     try:
-        until = time.monotonic() + 120
-        while not (mark.exists() and mark.read_text()) and running.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
-        child = int(mark.read_text())
         assert alive(child) and list(scratch.iterdir()), "there is something to clean up"
         running.send_signal(number)
         said = running.communicate(timeout=60)[1]
@@ -54,3 +73,19 @@ def test_a_stopped_alignment_leaves_nothing(number: signal.Signals, code: int, t
     assert running.returncode == code and "Traceback" not in said
     assert not alive(child)
     assert not list(scratch.iterdir()) and not list(out.iterdir())
+
+
+@pytest.mark.parametrize("oracle", [SLEEPER, BUSY])
+def test_an_oracle_ends_with_a_parent_that_is_killed(oracle: str, tmp_path: Path) -> None:
+    running, child = started(write_dense(tmp_path / "m"), oracle, tmp_path)
+    try:
+        assert alive(child)
+        running.kill()
+        running.communicate(timeout=60)
+        until = time.monotonic() + 60
+        while alive(child) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not alive(child)
+    finally:
+        if alive(child):
+            os.kill(child, signal.SIGKILL)

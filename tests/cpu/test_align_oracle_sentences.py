@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dayzero.acceptance.oracle import _run
+from dayzero.acceptance.oracle import Chosen, _run
 from dayzero.console import no_progress
 from dayzero.errors import CheckpointError, MachineError, ModelError
+from dayzero.models.recipe import Oracle
 from dayzero.oracles.decode import open_checkpoint
 from tests.paper.files import write_safetensors
 
@@ -34,7 +35,7 @@ from tests.paper.files import write_safetensors
 )
 def test_a_stopped_oracle_is_one_sentence(tmp_path: Path, code: str, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said) as caught:
-        _run([sys.executable, "-c", code], "test", 1, no_progress, tmp_path / "log")
+        _run([sys.executable, "-c", code], Chosen("library", "Test", Oracle()), 1, no_progress, tmp_path / "log")
     kept = str(caught.value).rsplit(" ", 1)[-1].rstrip(".")
     if kept.endswith(".log"):
         Path(kept).unlink()

@@ -10,7 +10,7 @@ import pytest
 from align_support import write_dense, write_recipe
 
 from dayzero.acceptance.align import AlignOptions, align_source
-from dayzero.errors import ModelError, UsageError
+from dayzero.errors import UsageError
 
 CONFIGURATION = """
 from transformers import PretrainedConfig
@@ -176,11 +176,20 @@ class Release:
 def test_without_the_flag_the_code_never_runs(oracle: str, tmp_path: Path) -> None:
     """Neither when the recipe names nothing, nor when it only says where the modules of such code are."""
     made = Release(tmp_path, oracle)
-    with pytest.raises(ModelError, match=r"--oracle FILE\.py .*--trace FILE .*--allow-remote-code"):
+    with pytest.raises(UsageError, match=r"--oracle FILE\.py .*--trace FILE .*--allow-remote-code"):
         align_source(str(made.folder), made.options())
     with pytest.raises(UsageError, match=r"runs Python code from the checkpoint; allow it with --allow-remote-code"):
         align_source(str(made.folder), made.options(oracle="remote"))
     assert not made.mark.exists()
+
+
+def test_code_that_is_named_and_not_there_is_not_offered(tmp_path: Path) -> None:
+    made = Release(tmp_path, "None")
+    (made.folder / "modeling_own.py").unlink()
+    with pytest.raises(UsageError, match=r"names no oracle .*--trace FILE \(recorded elsewhere\)\.$"):
+        align_source(str(made.folder), made.options(allow_remote_code=True))
+    with pytest.raises(UsageError, match=r"auto_map names modeling_own\.py, which is not there"):
+        align_source(str(made.folder), made.options(allow_remote_code=True, oracle="remote"))
 
 
 def test_with_the_flag_the_checkpoints_code_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def test_a_tensor_only_the_port_uses_is_a_finding(folder: Path, tmp_path: Path) 
 
 def test_a_recipe_without_an_oracle_names_the_ways_out(folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "bare.py", "ORACLE = None")
-    with pytest.raises(ModelError, match=r"--oracle FILE\.py .*--trace FILE"):
+    with pytest.raises(UsageError, match=r"names no oracle for this model; give --oracle FILE\.py .* or --trace FILE"):
         align_source(str(folder), options(recipe=recipe))
     assert align_source(str(folder), options(recipe=recipe, oracle=PLAIN)).verdict == "pass"
 
@@ -174,12 +174,14 @@ def test_a_tied_head_of_an_untied_model_is_refused(
         ({"num_tokens": 1}, "at least 2"),
         ({"num_tokens": 999_999_999}, "beyond the model's context"),
         ({"record": "no/such/folder/x"}, "folder does not exist"),
+        ({"record": "."}, "is a folder; give the name of a file"),
         ({"tokens": "a", "prompt": "b"}, "give one"),
         ({"prompt": "hello"}, "tokenizer"),
         ({"tokens": "no-such-file"}, "is no file"),
         ({"oracle": "remote"}, "--allow-remote-code"),
         ({"oracle": "remote", "allow_remote_code": True}, "auto_map"),
         ({"oracle": "nowhere.py"}, "is no file"),
+        ({"oracle": "nosuch"}, r"--oracle LlamaForCausalLM, --oracle FILE\.py \(a plain forward\) or --trace FILE"),
         ({"trace": "nowhere.trace"}, "is no file"),
     ],
 )
@@ -189,8 +191,16 @@ def test_wrong_calls_are_usage_errors(wrong: dict[str, Any], message: str, folde
 
 
 def test_a_look_alike_class_is_not_accepted(folder: Path) -> None:
-    with pytest.raises(ModelError, match="look-alike"):
+    with pytest.raises(UsageError, match="look-alike"):
         align_source(str(folder), options(oracle="MistralForCausalLM"))
+
+
+@pytest.mark.parametrize("text", ["def forward(:", "x = 1"])
+def test_a_file_that_is_no_plain_forward_is_a_wrong_call(text: str, folder: Path, tmp_path: Path) -> None:
+    oracle = tmp_path / "odd.py"
+    oracle.write_text(text)
+    with pytest.raises(UsageError, match=r"odd\.py is no plain forward .*it must define forward"):
+        align_source(str(folder), options(oracle=str(oracle)))
 
 
 def test_ids_from_a_file_are_read_and_checked(folder: Path, tmp_path: Path) -> None:

@@ -221,6 +221,22 @@ def test_rotation_of_a_slice_and_many_tokens(native: str) -> None:
             _matches("rope.apply", calls.apply_rope(x, positions, **given), apply.body(x, positions, **given), BF16)
 
 
+def test_a_bf16_result_is_the_f32_result_rounded_once_to_nearest(native: str) -> None:
+    """A bound of two roundings would also let truncation pass."""
+    r = Inputs(8)
+    x, up = r.normal(33, 70, dtype=BF16) * 3, r.normal(33, 70, dtype=BF16)
+    packed = calls.pack(r.normal(50, 70, dtype=BF16))
+    assert torch.equal(calls.matmul(x, packed), calls.matmul_f32(x, packed).to(BF16))
+    assert torch.equal(calls.rms(x, eps=1e-6), calls.rms(x.float(), eps=1e-6).to(BF16))
+    assert torch.equal(calls.silu_glu(x, up), calls.silu_glu(x.float(), up.float()).to(BF16))
+    heads, positions = r.normal(33, 2, 24, dtype=BF16), r.integers(0, 999, 33)
+    given = {"positions": positions, "inv_freq_F": 1e4 ** (-torch.arange(8) / 8), "style": "half"}
+    assert torch.equal(calls.apply_rope(heads, **given), calls.apply_rope(heads.float(), **given).to(BF16))
+    inputs = paged_inputs(r, ROWS, (4, 2), (24, 40), BF16)
+    wide = calls.paged(**inputs | {"q_THD": inputs["q_THD"].float()})[0]
+    assert torch.equal(calls.paged(**inputs)[0], wide.to(BF16))
+
+
 def test_a_nan_stays_a_nan_and_an_infinity_does_not_become_one(native: str) -> None:
     x = torch.tensor([[float("nan"), 1.0, 2.0, 3.0]], dtype=BF16)
     assert calls.rms(x, eps=1e-6).isnan().all()

@@ -1,4 +1,4 @@
-"""Encoders of our own, against texts made by hand from the publishers' descriptions, and which encoding is chosen."""
+"""Encoders of our own, against texts made by hand after the publishers' descriptions, and which encoding is chosen."""
 
 from __future__ import annotations
 
@@ -247,10 +247,10 @@ def test_harmony_declarations_take_any_schema() -> None:
     for line in (
         "a?: number | null,",
         "b?: Array<any>,",
-        "c?: {\n},",
+        "c?: {\n    },",
         "d?: any,",
         "e?: any,",
-        "g?: {\nh: boolean,\n},",
+        "g?: {\n    h: boolean,\n    },",
     ):
         assert f"\n{line}\n" in text
 

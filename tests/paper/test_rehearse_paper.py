@@ -58,7 +58,7 @@ def test_an_unknown_family_is_refused_with_the_nearest(tmp_path: Path) -> None:
 
 def test_a_twin_that_would_lose_a_trait_is_refused(tmp_path: Path) -> None:
     # A window that no layer uses any more is a trait lost.
-    with pytest.raises(ModelError, match="loses"):
+    with pytest.raises(UsageError, match="--set layer_types, num_hidden_layers: a twin of this size loses"):
         write_twin(
             config(tmp_path, "gpt_oss_20b"), str(tmp_path / "out"),
             TwinOptions(changes={"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4}),
@@ -128,7 +128,7 @@ def test_of_two_runs_to_one_place_the_second_is_told(tmp_path: Path, monkeypatch
 )
 def test_changes_are_held_to_what_a_config_may_say(changes: dict[str, object], said: str, tmp_path: Path) -> None:
     for paper in (True, False):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(UsageError, match=f"^--set {next(iter(changes))}: .*{said}"):
             write_twin(
                 config(tmp_path, "gpt_oss_20b"), str(tmp_path / "out"), TwinOptions(paper=paper, changes=changes)
             )

@@ -24,6 +24,7 @@ from tests.paper.server_support import (
 URL = "/v1/chat/completions"
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "sea"}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "x-order": 1}}}
+SCHEMA_OF = {"type": "json_schema"}
 THOUGHT = "<think>so, hm</think>It is a wörld 🙂."
 
 
@@ -272,8 +273,8 @@ def test_grammars_reach_the_engine() -> None:
     "more, param",
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+        ({"response_format": SCHEMA_OF | {"json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
+        ({"response_format": SCHEMA_OF | {"json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "response_format"),

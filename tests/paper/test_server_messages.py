@@ -96,7 +96,8 @@ def test_blocks_become_turns() -> None:
             {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "let me look"},
             {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": 1}}]},
         {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sea"}], "is_error": True},
+            {"type": "tool_result", "tool_use_id": "t1", "is_error": True,
+             "content": [{"type": "text", "text": "sea"}]},
             {"type": "text", "text": "well?"}]},
     ]  # fmt: skip
     world = reply("ok")

@@ -153,7 +153,7 @@ def test_tools_of_others_are_left_out_and_named() -> None:
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "messages[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "input"),
     ],
 )  # fmt: skip
 def test_bad_input_is_400_and_names_its_field(more: dict[str, Any], param: str) -> None:

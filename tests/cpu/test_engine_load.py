@@ -1,0 +1,100 @@
+"""Loading for an engine: every stored byte read once, from a folder and from an object store; the originals of packed
+weights let go; the same answers in bf16 as from the reference within what bf16 can tell."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+import torch
+from tiny_configs import FAMILIES, write_tiny
+
+from dayzero.blocks.stack import Stack
+from dayzero.engine.config import EngineConfig
+from dayzero.engine.launch import LaunchSpec
+from dayzero.engine.load import Loaded, load_model
+from tests.cpu.engine_support import Engine, ask, prompt_ids
+from tests.paper.store import s3_server, upload
+
+TIED = ("llama_tied",)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp(request.param)
+    write_tiny(request.param, out)
+    return out
+
+
+def load(source: str, dtype: str, **config: object) -> tuple[Loaded, list[tuple[float, float]]]:
+    told: list[tuple[float, float]] = []
+    launch = LaunchSpec(source=source, config=EngineConfig(dtype=dtype, pool_bytes=16 << 20, **config))  # type: ignore[arg-type]
+    return load_model(launch, lambda loaded, total: told.append((loaded, total))), told
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_byte_is_read_once_and_progress_ends_at_the_total(folder: Path, dtype: str) -> None:
+    loaded, told = load(str(folder), dtype)
+    stored = sum(entry.nbytes for entry in loaded.model.index.entries.values())
+    assert loaded.model.loader.bytes_read == stored
+    assert told[-1] == (stored, stored) and told == sorted(told)
+    headers = loaded.model.source.bytes_read - stored
+    assert 0 < headers < 2_000_000, "config, tokenizer and headers: nothing of the weights twice"
+
+
+def test_no_original_is_kept_beside_its_packed_form(folder: Path) -> None:
+    """Of the parameters, as many bytes stay alive as they have elements: a tied head's second form apart."""
+    gc.collect()
+    before = {id(t) for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+    loaded, _ = load(str(folder), "bfloat16")
+    gc.collect()
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if isinstance(t, torch.Tensor) and id(t) not in before
+    }
+    spec = loaded.model.spec
+    wanted = sum(decl.numel * (4 if decl.keep == "f32" else 2) for decl in spec.params())
+    packed_head = 2 * spec.vocab * spec.dim if spec.tie.tied else 0
+    # Panels of packed weights are padded to 32 rows and pairs of columns; the tiny models are mostly padding.
+    padding = sum(2 * 33 * (decl.shape[-1] + 1) for decl in spec.params() if len(decl.shape) > 1)
+    assert sum(held.values()) <= wanted + packed_head + padding + 2_000_000
+
+
+def test_the_fast_operators_are_bound_and_agree_with_the_references(folder: Path) -> None:
+    """In bf16 both round at every operator, so only the order of two near tokens may differ: logits, not tokens."""
+    fast, _ = load(str(folder), "bfloat16")
+    plain, _ = load(str(folder), "bfloat16", bindings=(("*", "reference"),))
+    assert fast.info.facts["bindings"] and not plain.info.facts["bindings"]
+    tokens = prompt_ids(40, 3)
+    got, want = (_logits(loaded.stack, tokens) for loaded in (fast, plain))
+    spread = float(want.std())
+    # 2^-8 a rounding, about ten roundings on the way through a layer and four layers, half of them to either side.
+    assert float((got - want).abs().max()) < 40 * 2**-8 * spread
+    assert float((got - want).norm() / want.norm()) < 10 * 2**-8
+
+
+def _logits(stack: Stack, tokens: list[int]) -> torch.Tensor:
+    from dayzero.blocks.local_cache import LocalCache
+
+    return stack.head(stack.forward(LocalCache(stack.spec, torch.bfloat16).view(tokens)))
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[None]:
+    with s3_server():
+        yield
+
+
+def test_an_engine_reads_from_an_object_store(store: None, tmp_path: Path) -> None:
+    write_tiny("kimi_linear", tmp_path)
+    where = upload(tmp_path, "released/kimi")
+    local, remote = Engine(str(tmp_path)), Engine(where)
+    request = [ask("r", prompt_ids(70, 1))]
+    assert remote.run(request)["r"].tokens == local.run(request)["r"].tokens
+    model = remote.runner._ready.model
+    assert model.loader.bytes_read == sum(entry.nbytes for entry in model.index.entries.values())
