@@ -22,6 +22,12 @@ STATUSES = {
     503: "There is no engine that takes requests now; see Retry-After.",
 }
 RETRY = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
+EVENT = {
+    "description": "One event of the stream.",
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
 REFS = "#/components/schemas/{name}"
 _CONVERTER = re.compile(r"{(\w+):\w+}")
 
@@ -69,7 +75,7 @@ def _answers(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
     if route.answer is not None:
         good = {"application/json": {"schema": schema_of[route.answer]}}
     if route.stream:
-        good["text/event-stream"] = {"schema": {"type": "string"}}
+        good["text/event-stream"] = {"schema": EVENT}
     out = {"200": {"description": "The answer.", "content": good}}
     probe = not route.guarded
     for status in route.statuses:

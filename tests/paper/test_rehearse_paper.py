@@ -8,7 +8,7 @@ import pytest
 from dayzero.checkpoint.index import read_index
 from dayzero.checkpoint.source import open_source
 from dayzero.checkpoint.write import ShardTensor, header_bytes, split_shards
-from dayzero.errors import ConfigError, ModelError, UsageError
+from dayzero.errors import ModelError, UsageError
 from dayzero.planner.inspect import inspect_source
 from dayzero.rehearse import twin as twin_module
 from dayzero.rehearse.shrink import lost_traits, shrink

@@ -1,0 +1,214 @@
+"""A long mixed load on a real server: does memory grow, does a token get lost or come twice?
+
+    python benchmarks/soak.py FOLDER --seconds 1800
+
+The server runs reference operators, so that an answer does not depend on its company: every answer is compared with
+what the same request got alone at the beginning. Among the requests are aborted ones, bad ones, long and short ones,
+shared prefixes, streams and whole answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+NUM_PROMPTS, NUM_CLIENTS, SAMPLE_SECONDS, WARM_SHARE, NUM_BLOCKS = 12, 8, 0.5, 0.3, 10
+T_995_8 = 3.355  # Student's t, 8 degrees of freedom, both tails 1 %
+BAD = (
+    {"prompt": "x", "max_tokens": -1},
+    {"prompt": [[]], "max_tokens": 1},
+    {"prompt": "x", "temperature": "hot"},
+    {"prompt": "x", "max_tokens": 10**9},
+    {"prompt": {"a": 1}},
+    {"model": "nobody", "prompt": "x"},
+)
+
+
+@dataclass
+class Soak:
+    """What was seen. rss: (seconds, bytes of all processes). wrong: answers that differ from the one alone."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    rss: list[tuple[float, int]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    usage_at_end: float = -1.0
+    steps: int = 0
+
+    def slope(self) -> tuple[float, float]:
+        """(bytes an hour, t) of the memory behind the warm-up, from block means: neighbouring samples are not
+        independent, blocks nearly are."""
+        kept = self.rss[int(WARM_SHARE * len(self.rss)) :]
+        size = len(kept) // NUM_BLOCKS
+        blocks = [kept[i * size : (i + 1) * size] for i in range(NUM_BLOCKS)]
+        xs = [statistics.fmean(t for t, _ in block) for block in blocks]
+        ys = [statistics.fmean(b for _, b in block) for block in blocks]
+        mean_x, mean_y = statistics.fmean(xs), statistics.fmean(ys)
+        spread = sum((x - mean_x) ** 2 for x in xs)
+        slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+        rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True))
+        error = (rest / (NUM_BLOCKS - 2) / spread) ** 0.5
+        return slope * 3600, slope / error if error else 0.0
+
+    def faults(self) -> list[str]:
+        """Why the run failed; empty when it passed."""
+        found = list(self.wrong[:5])
+        slope, t = self.slope()
+        grown = slope / 3600 * (self.rss[-1][0] - self.rss[0][0])
+        # Growth that shows against the spread of the blocks, and is more than what an allocator's arenas move by.
+        if t > T_995_8 and grown > 0.01 * self.rss[-1][1]:
+            found.append(f"memory grows by {slope / 2**20:.1f} MiB an hour (t {t:.1f})")
+        if self.usage_at_end != 0.0:
+            found.append(f"{self.usage_at_end:.2%} of the pool is still held when nothing runs")
+        if not self.counts["aborted"] or not self.counts["bad"] or not self.counts["answers"]:
+            found.append(f"the load was not mixed: {dict(self.counts)}")
+        return found
+
+
+class Server:
+    """``dayzero serve`` as a child process; its address once it is ready."""
+
+    def __init__(self, folder: str, *options: str) -> None:
+        command = [
+            sys.executable, "-m", "dayzero", "serve", folder, "--port", "0", "--json", "--served-model-name", "soak",
+            *options,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the server ended with {self.process.wait()}"
+        self.address: str = json.loads(line)["address"]
+
+    def rss(self) -> int:
+        """Resident bytes of the server and the processes below it."""
+        pids, total = [self.process.pid], 0
+        while pids:
+            pid = pids.pop()
+            try:
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    pids += [int(child) for child in (task / "children").read_text().split()]
+            except OSError:
+                continue
+        return total
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+async def soak(address: str, rss: Any, seconds: float, vocab: int, seed: int = 0) -> Soak:
+    """Load a server for so long. rss: a function that gives its resident bytes. Prompts are ids in [3, vocab)."""
+    out, deal = Soak(), random.Random(seed)
+    base = [deal.randrange(3, vocab) for _ in range(90)]
+    prompts = [
+        base[: deal.randrange(1, 90)] + [deal.randrange(3, vocab) for _ in range(deal.randrange(1, 60))]
+        for _ in range(NUM_PROMPTS)
+    ]
+    async with httpx.AsyncClient(base_url=address, timeout=120) as http:
+        alone = [await _answer(http, prompt, 4 + 3 * i) for i, prompt in enumerate(prompts)]
+        began, stop = time.monotonic(), asyncio.Event()
+        tasks = [asyncio.create_task(_client(http, i, prompts, alone, out, stop)) for i in range(NUM_CLIENTS)]
+        while time.monotonic() - began < seconds:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            out.rss.append((time.monotonic() - began, rss()))
+        stop.set()
+        await asyncio.gather(*tasks)
+        for _ in range(100):
+            seen = (await http.get("/progress")).json()["progress"]
+            out.usage_at_end, out.steps = seen["usage"], seen["step"]
+            if not seen["running"] and not seen["waiting"] and seen["usage"] == 0.0:
+                break
+            await asyncio.sleep(0.1)
+    return out
+
+
+async def _client(
+    http: httpx.AsyncClient,
+    number: int,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    out: Soak,
+    stop: asyncio.Event,
+) -> None:
+    deal = random.Random(1000 + number)
+    while not stop.is_set():
+        which, kind = deal.randrange(len(prompts)), deal.random()
+        if kind < 0.1:
+            answer = await http.post("/v1/completions", json={"model": "soak", **deal.choice(BAD)})
+            out.counts["bad"] += 1
+            if not 400 <= answer.status_code < 500:
+                out.wrong.append(f"a bad request got {answer.status_code}: {answer.text[:200]}")
+        elif kind < 0.3:
+            await _abort(http, prompts[which], deal.random() * 0.2)
+            out.counts["aborted"] += 1
+        else:
+            got = await _answer(http, prompts[which], 4 + 3 * which, stream=kind < 0.65)
+            out.counts["answers"] += 1
+            if got != alone[which]:
+                out.wrong.append(f"request {which} gave {got}, alone {alone[which]}")
+
+
+def _body(prompt: list[int], max_tokens: int, stream: bool) -> dict[str, Any]:
+    return {
+        "model": "soak", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        "stream": stream, "return_token_ids": True,
+    }  # fmt: skip
+
+
+async def _answer(http: httpx.AsyncClient, prompt: list[int], max_tokens: int, *, stream: bool = False) -> list[int]:
+    body = _body(prompt, max_tokens, stream)
+    if not stream:
+        answer = await http.post("/v1/completions", json=body)
+        answer.raise_for_status()
+        return list(answer.json()["choices"][0]["token_ids"])
+    tokens: list[int] = []
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    tokens += choice.get("token_ids") or []
+    return tokens
+
+
+async def _abort(http: httpx.AsyncClient, prompt: list[int], seconds: float) -> None:
+    """A client that goes away, before or in the middle of its answer."""
+    try:
+        await asyncio.wait_for(_answer(http, prompt, 200, stream=True), seconds)
+    except TimeoutError:
+        pass
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--vocab", type=int, default=500)
+    given = parser.parse_args()
+    server = Server(given.folder, "--dtype", "float32", "--bind", "*=reference", "--pool-bytes", "64MiB")
+    try:
+        seen = asyncio.run(soak(server.address, server.rss, given.seconds, given.vocab))
+    finally:
+        code = server.stop()
+    slope, t = seen.slope()
+    print(f"{dict(seen.counts)} in {seen.steps} steps; pool held at the end {seen.usage_at_end:.1%}; exit {code}")
+    print(f"memory {seen.rss[-1][1] / 2**20:.0f} MiB, slope {slope / 2**20:+.2f} MiB/h (t {t:+.2f})")
+    for fault in seen.faults():
+        print("FAULT:", fault)
+    return 1 if seen.faults() or code else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
