@@ -166,7 +166,7 @@ class Progress:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON knows it: dataclasses and ``to_json`` objects as objects, sets sorted, NaN as text.
+    """``value`` as JSON knows it: dataclasses, structs and ``to_json`` objects as objects, sets sorted, NaN as text.
 
     JSON has neither NaN nor infinities, and null would hide that a number was measured.
     """
@@ -178,6 +178,8 @@ def plain(value: Any) -> Any:
         return plain(value.to_json())
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "__struct_fields__"):  # of a msgspec.Struct, a library that this room does not need otherwise
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):

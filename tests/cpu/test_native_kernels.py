@@ -34,7 +34,8 @@ from dayzero.ops.rope import apply
 
 BF16, F32 = torch.bfloat16, torch.float32
 ELEMENT = {F32: "f32", BF16: "bf16"}
-BUILDS = {
+BUILDS: dict[str, tuple[str, ...]] = {
+    "own": (),  # as this machine's users get it
     "8": ("DAYZERO_LANES=8",),
     "16": ("DAYZERO_LANES=16",),
     "portable": ("DAYZERO_LANES=8", "DAYZERO_PORTABLE"),
@@ -47,7 +48,14 @@ def _library(name: str) -> ctypes.CDLL:
     return build.load(BUILDS[name])
 
 
-@pytest.fixture(params=[("8", 1), ("8", 2), ("16", 2), ("portable", 1)], ids=lambda p: f"{p[0]}x{p[1]}")
+@pytest.fixture(
+    params=[
+        ("own", 1),
+        ("own", 2),
+        *(pytest.param(other, marks=pytest.mark.slow) for other in (("8", 1), ("8", 2), ("16", 2), ("portable", 1))),
+    ],
+    ids=lambda p: f"{p[0]}x{p[1]}",
+)
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The calls over one of the builds, with a number of threads: the build's name."""
     name, threads = request.param
@@ -86,8 +94,13 @@ def test_it_matches_its_reference_on_every_case(native: str, line: Any) -> None:
     assert tried
 
 
+@pytest.mark.slow
 def test_every_build_has_the_lanes_asked_for() -> None:
-    assert {name: _library(name).dayzero_lanes() for name in BUILDS} == {"8": 8, "16": 16, "portable": 8}
+    asked = {"8": 8, "16": 16, "portable": 8}
+    assert {name: _library(name).dayzero_lanes() for name in asked} == asked
+
+
+def test_the_own_build_has_this_machines_lanes() -> None:
     assert build.library().dayzero_lanes() == (16 if " avx512f " in build.cpu_flags() else 8)
 
 

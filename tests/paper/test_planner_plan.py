@@ -79,6 +79,7 @@ def test_a_context_that_does_not_fit_is_a_failure_with_numbers(tmp_path: Path) -
     [
         (PlanOptions("h900"), "h900 is not known"),
         (PlanOptions("h200x8", tp=3), "makes no mesh of 8 devices"),
+        (PlanOptions("h200x8", ep=3), "--ep 3 makes no mesh of 8 devices: ep 3 does not divide"),
         (PlanOptions("h200", context=0 or -1), "--context"),
         (PlanOptions("h200", cache="int3"), "--cache int3"),
         (PlanOptions("missing.toml"), "there is no such file"),

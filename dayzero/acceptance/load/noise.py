@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from functools import cache
 
-STEPS = 2000
+STEPS = 300
 MOST_FREEDOM = 200.0  # from here on t is the normal distribution to three digits
 
 
@@ -30,7 +30,7 @@ def ratio_interval(now: Sequence[float], before: Sequence[float], doubt: float) 
     if error == 0:
         return math.exp(middle), math.exp(middle)
     freedom = min(error**2 / (parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)), MOST_FREEDOM)
-    half = t_quantile(1 - doubt, round(freedom, 3)) * math.sqrt(error)
+    half = t_quantile(1 - doubt, math.floor(10 * freedom) / 10) * math.sqrt(error)
     return math.exp(middle - half), math.exp(middle + half)
 
 
@@ -38,7 +38,7 @@ def ratio_interval(now: Sequence[float], before: Sequence[float], doubt: float) 
 def t_quantile(share: float, freedom: float) -> float:
     """Student's t with ``share`` (0.5 to 1, both excluded) of its distribution below; freedom: degrees, 1 or more."""
     low, high = 0.0, math.pi / 2
-    for _ in range(60):
+    for _ in range(45):
         middle = (low + high) / 2
         if 0.5 + _mass(middle, freedom) < share:
             low = middle
