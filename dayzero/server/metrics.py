@@ -126,6 +126,7 @@ class EngineNumbers(Collector):
     def _counters(self, status: EngineStatus) -> Iterator[Metric]:
         progress = status.progress
         counters = dict(progress.counters) if progress else {}
+        counters.pop("steps", None)  # Progress.step itself is exported
         for key, (name, text) in ENGINE_COUNTERS.items():
             yield from self._counter(SHARED, name, text, counters.pop(key, 0.0))
         yield from self._counter(OWN, "engine_steps", "Steps the engine has ended.", progress.step if progress else 0)

@@ -99,6 +99,27 @@ def test_every_expert_is_the_same_to_the_bit_and_read_once(form: str, tmp_path: 
         got[GATE][E]
 
 
+@pytest.mark.parametrize("form", ["separate", "plain stack", "mxfp4 stack"])
+def test_experts_are_kept_up_to_a_budget_and_none_for_another(form: str, tmp_path: Path) -> None:
+    """Each run asks for the experts in rising order, so giving up the oldest would never find one again."""
+    loader = build(form, tmp_path)
+    whole = loader.load("layers.0")
+    reads: list[tuple[str, int, int]] = loader.source.reads  # type: ignore[attr-defined]
+    one = sum(whole[name][0].nbytes for name in (GATE, UP, DOWN))
+    for room, kept in ((one * E, E), (2 * one + whole[UP][0].nbytes // 2, 2), (0, 0)):
+        got, counts = loader.load("layers.0", lazy={GATE, UP, DOWN}, keep_bytes=room), []
+        for _ in range(3):
+            reads.clear()
+            for e in range(E):
+                for name in (GATE, UP, DOWN):
+                    assert torch.equal(got[name][e], whole[name][e])
+            counts.append(len(reads))
+        assert counts[0] == counts[0] // E * E and counts[1:] == [counts[0] // E * (E - kept)] * 2
+    got = loader.load("layers.0", lazy={GATE, UP, DOWN}, keep_bytes=one * E)
+    reads.clear()
+    assert torch.equal(got[UP][0], whole[UP][0]) and reads, "what one load kept is not another's"
+
+
 def test_only_what_is_asked_for_is_lazy(tmp_path: Path) -> None:
     loader = build("plain stack", tmp_path)
     got = loader.load("layers.0", lazy={GATE})

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from dayzero.acceptance.load.figures import Figures, figures, medians, percentile, spreads
 from dayzero.acceptance.load.drive import LevelRun
+from dayzero.acceptance.load.figures import Figures, figures, medians, percentile, spreads
 from dayzero.acceptance.load.noise import ratio_interval, t_quantile
 from dayzero.acceptance.load.outcome import Outcome
 from dayzero.acceptance.load.workload import LoadRequest

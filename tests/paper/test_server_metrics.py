@@ -50,6 +50,7 @@ def families(world: World) -> Families:
     """name -> (type, labels -> value of its plain samples)."""
     out = {}
     for family in text_string_to_metric_families(client(world).get("/metrics").text):
+        assert family.name not in out, f"{family.name} is there twice"
         values = {(s.name.removeprefix(family.name), *sorted(s.labels.items())): s.value for s in family.samples}
         out[family.name] = (family.type, values)
     return out
@@ -61,7 +62,7 @@ def total(found: Families, name: str, suffix: str = "", **labels: str) -> float:
 
 
 def test_every_name_that_is_scraped_is_there_and_no_other() -> None:
-    world = make(ScriptedEngine(counters={"preemptions": 1, "recomputed_tokens": 5}))
+    world = make(ScriptedEngine(counters={"preemptions": 1, "recomputed_tokens": 5, "steps": 7}))
     client(world).post(CHAT, json=ask(max_tokens=-1))
     wanted = {f"{p}:{n}": kind for p in ("dayzero", "vllm") for kind, names in SHARED.items() for n in names}
     wanted |= {f"dayzero:{n}": kind for kind, names in OWN.items() for n in names}
