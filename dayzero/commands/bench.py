@@ -12,12 +12,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import MISSING, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from dayzero.commands.engine_options import EngineArguments, chat_of, launch_of
-from dayzero.commands.frame import exit_code
+from dayzero.commands.frame import exit_code, register
 from dayzero.commands.serve import API_KEY
 from dayzero.console import Console
 from dayzero.errors import UsageError
@@ -193,15 +193,14 @@ def _extra(text: str | None) -> dict[str, Any]:
 def _engine_options(options: BenchArguments) -> list[tuple[str, str | None]]:
     """The options of an engine that were given, as (option, value) pairs; value None of a flag. ``--seed`` is the
     load's here, and the engine keeps its own."""
-    hints = get_type_hints(EngineArguments, include_extras=True)
+    app = typer.Typer(add_completion=False)
+    register(app, "engine", EngineArguments, lambda arguments, console: 0)
+    spelled = {parameter.name: parameter.opts[0] for parameter in typer.main.get_command(app).params}
     out: list[tuple[str, str | None]] = []
     for field in fields(EngineArguments):
-        value = getattr(options, field.name)
+        name, value = spelled[field.name], getattr(options, field.name)
         if field.default is MISSING or value == field.default or field.name == "seed":
             continue
-        given = next(a for a in hints[field.name].__metadata__ if hasattr(a, "param_decls"))
-        names = [name for name in given.param_decls or () if name.startswith("--")]
-        name = names[0] if names else "--" + field.name.replace("_", "-")
         if value is True:
             out.append((name, None))
         else:

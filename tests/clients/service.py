@@ -114,9 +114,7 @@ def run(command: Sequence[str], folder: Path, seconds: float, **environment: str
     return out
 
 
-def run_any(
-    command: Sequence[str], folder: Path, seconds: float, **environment: str | None
-) -> tuple[int, str, float]:
+def run_any(command: Sequence[str], folder: Path, seconds: float, **environment: str | None) -> tuple[int, str, float]:
     """(exit code, stdout and stderr, seconds)."""
     variables = {**os.environ, **QUIET, **environment}
     kept = {name: value for name, value in variables.items() if value is not None}

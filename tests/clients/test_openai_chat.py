@@ -21,14 +21,37 @@ def chat(client: openai.OpenAI, **more: Any) -> Any:
     return client.chat.completions.create(**ask(**more))
 
 
-def streamed(client: openai.OpenAI, **more: Any) -> tuple[Any, list[Any]]:
-    """The whole as the client's own accumulator builds it, and the chunks it came in."""
-    chunks = []
+def built(client: openai.OpenAI, **more: Any) -> Any:
+    """A streamed answer as the client's own helper builds it up. It raises where an answer ends for its length."""
     with client.chat.completions.stream(**ask(stream_options={"include_usage": True}, **more)) as events:
-        for event in events:
-            if event.type == "chunk":
-                chunks.append(event.chunk)
-        return events.get_final_completion(), chunks
+        return events.get_final_completion()
+
+
+def streamed(client: openai.OpenAI, **more: Any) -> list[Any]:
+    """The chunks of an answer."""
+    return list(chat(client, stream=True, stream_options={"include_usage": True}, **more))
+
+
+def said(message: Any) -> dict[str, Any]:
+    """What a message or a delta holds, but for ids."""
+    given = message.to_dict()
+    calls = [(call.function.name or "", call.function.arguments or "") for call in message.tool_calls or []]
+    return {"content": given.get("content") or "", "reasoning": given.get("reasoning") or "", "calls": calls}
+
+
+def joined(deltas: list[Any]) -> dict[str, Any]:
+    """Deltas of one choice, put together as their indexes say."""
+    out: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
+    for delta in deltas:
+        new = said(delta)
+        out["content"] += new["content"]
+        out["reasoning"] += new["reasoning"]
+        for call, (name, arguments) in zip(delta.tool_calls or [], new["calls"]):
+            if call.index == len(out["calls"]):
+                out["calls"].append(("", ""))
+            before = out["calls"][call.index]
+            out["calls"][call.index] = (before[0] + name, before[1] + arguments)
+    return out
 
 
 def test_an_answer_and_its_counts(client: openai.OpenAI, service: Service) -> None:
@@ -51,7 +74,7 @@ def test_an_answer_and_its_counts(client: openai.OpenAI, service: Service) -> No
         {},
         {"n": 3},
         {"temperature": 0},
-        {"tools": [TOOL], "tool_choice": "required", "max_tokens": LONG_ENOUGH},
+        {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": LONG_ENOUGH},
         {"stop": ["e", "а"], "max_tokens": 60},
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
         {"response_format": {"type": "json_object"}, "max_tokens": 40},
@@ -60,23 +83,16 @@ def test_an_answer_and_its_counts(client: openai.OpenAI, service: Service) -> No
 )
 def test_streamed_is_whole(client: openai.OpenAI, more: dict[str, Any]) -> None:
     """The same request both ways: the same text, calls, ends and counts. The usage comes once, behind the choices."""
-    whole = chat(client, **more)
-    final, chunks = streamed(client, **more)
-    for a, b in zip(whole.choices, final.choices, strict=True):
-        assert (a.message.content or "") == (b.message.content or "")
-        assert a.message.to_dict().get("reasoning_content") == b.message.to_dict().get("reasoning_content")
-        assert a.finish_reason == b.finish_reason
-        calls = [[(c.function.name, c.function.arguments) for c in m.message.tool_calls or []] for m in (a, b)]
-        assert calls[0] == calls[1]
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert getattr(whole.usage, name) == getattr(final.usage, name)
-    assert whole.usage.completion_tokens_details == final.usage.completion_tokens_details
+    whole, chunks = chat(client, **more), streamed(client, **more)
+    for choice in whole.choices:
+        own = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert joined([part.delta for part in own]) == said(choice.message)
+        assert own[0].delta.role == "assistant"
+        assert [part.finish_reason for part in own] == [None] * (len(own) - 1) + [choice.finish_reason]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens", "completion_tokens_details"):
+        assert getattr(chunks[-1].usage, name) == getattr(whole.usage, name)
     assert [bool(chunk.usage) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert chunks[-1].choices == []
-    for index in range(len(whole.choices)):
-        own = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-        assert own[0].delta.role == "assistant"
-        assert [bool(choice.finish_reason) for choice in own] == [False] * (len(own) - 1) + [True]
 
 
 def test_n_and_seed(client: openai.OpenAI) -> None:
@@ -163,6 +179,12 @@ FORCED = [
 ]
 
 
+def _call(call: Any) -> dict[str, Any]:
+    """As a client sends it back."""
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
 def biased(service: Service, more: dict[str, Any]) -> dict[str, Any]:
     """Under ``auto`` the model decides: this one is pushed to the marker behind which a strict tool's grammar holds."""
     if more["tool_choice"] != "auto":
@@ -182,7 +204,7 @@ def test_a_tool_loop(client: openai.OpenAI, service: Service, more: dict[str, An
             "messages": turns, "tools": [TOOL, OTHER] if more["tool_choice"] is NAMED else [TOOL],
             "parallel_tool_calls": False, "max_tokens": LONG_ENOUGH, "seed": turn,
         }  # fmt: skip
-        answer = streamed(client, **asked)[0] if stream else chat(client, **asked)
+        answer = (built if stream else chat)(client, **asked)
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls"
         (call,) = choice.message.tool_calls
@@ -192,8 +214,8 @@ def test_a_tool_loop(client: openai.OpenAI, service: Service, more: dict[str, An
         assert not choice.message.content
         assert answer.usage.prompt_tokens > grown
         grown = answer.usage.prompt_tokens
-        said = {"role": "assistant", "content": None, "tool_calls": [call.to_dict(exclude={"parsed_arguments"})]}
-        turns += [said, {"role": "tool", "tool_call_id": call.id, "content": '{"sky": "blue"}'}]
+        turns += [{"role": "assistant", "content": None, "tool_calls": [_call(call)]}]
+        turns += [{"role": "tool", "tool_call_id": call.id, "content": '{"sky": "blue"}'}]
     assert len({turn["tool_call_id"] for turn in turns if turn["role"] == "tool"}) == 2
     last = chat(client, messages=turns, tools=[TOOL], tool_choice="none")
     assert last.choices[0].message.tool_calls is None
@@ -204,9 +226,7 @@ def test_several_calls_stream_in_order(client: openai.OpenAI) -> None:
     """The name first, with the id, then pieces of the arguments; an index for each call, in order."""
     seen: dict[int, list[Any]] = {}
     for seed in range(12):
-        _, chunks = streamed(
-            client, tools=[TOOL, OTHER], tool_choice="required", max_tokens=LONG_ENOUGH, seed=seed
-        )
+        chunks = streamed(client, tools=[TOOL, OTHER], tool_choice="required", max_tokens=LONG_ENOUGH, seed=seed)
         seen = {}
         for chunk in chunks:
             for choice in chunk.choices:

@@ -207,14 +207,16 @@ print(peak_rss_bytes() - before)
 
 
 def test_memory_stays_far_below_the_matrix(tmp_path: Path) -> None:
-    """The process's own peak over a vocabulary that is five times what the head multiplies at once."""
-    vocab, dim = 40960, 512
+    """The process's own peak over a vocabulary that is ten times what the head multiplies at once."""
+    vocab, dim = 81920, 256
     twin("qwen3_8b", tmp_path, vocab_size=vocab, hidden_size=dim, num_hidden_layers=1)
     grown = {}
     for how in ("lazy", "eager"):
         command = [sys.executable, "-c", PROGRAM, str(tmp_path / "twin"), how]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=120)
         grown[how] = int(done.stdout)
-    # f32 whole, and f64 of one block of 8192 rows at a time: a fifth of twice the size.
-    assert grown["eager"] > 1.2 * 4 * vocab * dim, "the measure sees a matrix"
-    assert grown["lazy"] < 1.0 * 4 * vocab * dim
+    size = 4 * vocab * dim
+    assert grown["eager"] > 1.2 * size, "the measure sees a matrix"
+    # A tenth of it twice in f32 (the block at hand and the next one), once in bf16 as read, once in f64, twice over
+    # for what the library packs.
+    assert grown["lazy"] < 0.7 * size

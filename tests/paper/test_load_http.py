@@ -113,8 +113,8 @@ def test_errors_of_the_server_are_outcomes(engine: dict[str, Any], kind: str, sa
 
 def test_a_request_the_server_refuses() -> None:
     with serving(world()) as url:
-        (out,) = ask(url, asked(5000, 4))
-    assert out.error is not None and out.error[0] == "refused" and "5000 tokens" in out.error[1]
+        (out,) = ask(url, asked(VOCAB, 4))
+    assert out.error is not None and out.error[0] == "refused" and "token id 263" in out.error[1]
 
 
 def test_a_silent_server_is_a_timeout() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 
@@ -56,7 +57,7 @@ def test_repeats_differ_in_tokens_only_and_no_prompt_comes_twice() -> None:
 
 def test_arrivals_are_poisson() -> None:
     run = requests(work(num_requests=4000), Level(rate=20.0), 0, ids())
-    gaps = [b.at - a.at for a, b in zip(run, run[1:])]
+    gaps = [b.at - a.at for a, b in itertools.pairwise(run)]
     assert run[0].at == 0
     # of n exponential gaps the mean has a relative error of 1/sqrt(n) = 1.6 %, and so has the deviation: five of it
     assert statistics.fmean(gaps) == pytest.approx(1 / 20, rel=0.08)
