@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -62,6 +62,9 @@ class Engine(Protocol):
     def generate(self, request: NewRequest) -> AsyncIterator[Output]:
         """Outputs of one request until one with ``finish``. Leaving the iterator early aborts the request. Raises
         Overloaded when the waiting queue is full, EngineDead when there is no engine (or it dies before the end)."""
+
+    def on_step(self, told: Callable[[int], None]) -> None:
+        """Call ``told`` with the number of tokens of every step that ends from now on."""
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with finish ``abort``. Unknown ids are ignored."""

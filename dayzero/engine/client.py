@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -51,6 +51,7 @@ class AsyncEngine:
         self._closing = asyncio.Event()
         self._cut_off = 0  # requests that the end of a process left without an end of their own
         self._streams: dict[str, Stream] = {}
+        self._told: list[Callable[[int], None]] = []  # of every step's tokens
         self._busy_since = self._last_step = time.monotonic()
         self._died = 0
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
@@ -145,6 +146,10 @@ class AsyncEngine:
             if not ended:
                 self._send(Abort([request.id]))
 
+    def on_step(self, told: Callable[[int], None]) -> None:
+        """Call ``told`` with the number of tokens of every step that ends from now on."""
+        self._told.append(told)
+
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with finish ``abort``. Unknown ids are ignored."""
         if request_id in self._streams:
@@ -197,6 +202,9 @@ class AsyncEngine:
             if batch.progress.step:
                 self._fruitless = 0
         self._progress = batch.progress
+        if batch.iteration_tokens:
+            for told in self._told:
+                told(batch.iteration_tokens)
         for output in batch.outputs:
             stream = self._streams.get(output.id)
             if stream is None:

@@ -107,7 +107,8 @@ def _place_refused(out: Operators, reading: Reading, catalog: Catalog) -> None:
         word = refusal.stated if isinstance(refusal.stated, str) else None
         known = word is not None and any(word in allowed for allowed in traits.values())
         about = row.about if row is not None else ""
-        entry = {"contract": row.contract if row is not None else None, "traits": {}, "keys": [refusal.key]}
+        contract = row.contract if row is not None else None
+        entry: dict[str, Any] = {"contract": contract, "traits": {}, "keys": [refusal.key]}
         if known:
             out["reuse"].append({**entry, "about": f"{about}: {lacks}"})
         else:

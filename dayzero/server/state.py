@@ -24,6 +24,7 @@ class ServerState:
         self.engine, self.chat, self.config = engine, chat, config
         self.created = int(time.time())
         self.metrics = Metrics(engine, config.served_names[0], config.engine)
+        engine.on_step(lambda tokens: self.metrics.observe("iteration_tokens_total", tokens))
         self.log = Log(config.write)
         self._defaults: tuple[EngineInfo, Defaults] | None = None
         self._draining = False

@@ -114,6 +114,7 @@ class ScriptedEngine:
     live: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
     defaults: dict[str, Any] = field(default_factory=dict)
+    told: list[Callable[[int], None]] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=lambda: {"preemptions": 2.0, "prefix_hits": 64.0})
 
     def __post_init__(self) -> None:
@@ -125,6 +126,9 @@ class ScriptedEngine:
     def status(self) -> EngineStatus:
         progress = Progress(state="ready", step=7, last_step=1e9, running=len(self.live), counters=self.counters)
         return EngineStatus(state=self.state, progress=progress, stalled=self.stalled, since_step=0.5)
+
+    def on_step(self, told: Callable[[int], None]) -> None:
+        self.told.append(told)
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -141,6 +145,8 @@ class ScriptedEngine:
         try:
             for output in self._outputs(request):
                 await asyncio.sleep(self.delay)
+                for told in self.told:
+                    told(len(output.tokens))
                 ended = output.finish is not None
                 yield output
         finally:

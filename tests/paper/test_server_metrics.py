@@ -108,6 +108,7 @@ def test_numbers_are_those_of_the_requests() -> None:
         assert total(found, f"{prefix}request_success", "_total", finished_reason="length") == 1
         assert total(found, f"{prefix}request_success", "_total", finished_reason="abort") == 0
         assert total(found, f"{prefix}e2e_request_latency_seconds", "_count") == 3
+        assert total(found, f"{prefix}iteration_tokens_total", "_sum") >= usage["completion_tokens"]
         assert total(found, f"{prefix}time_to_first_token_seconds", "_count") == 3
         assert total(found, f"{prefix}request_generation_tokens", "_sum") == usage["completion_tokens"] + 2
         assert total(found, f"{prefix}request_params_n", "_sum") == 3
