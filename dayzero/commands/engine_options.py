@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -48,6 +49,9 @@ class EngineArguments:
             "--bind", metavar="CONTRACT[@SITE]=VARIANT", help="Run this variant; may be repeated. *=reference: none."
         ),
     ] = None
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE.jinja", help="Chat template in the place of the checkpoint's.")
+    ] = None
     threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads of the operators.")] = None
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of requests that bring none.")] = 0
     upstream: Annotated[
@@ -66,7 +70,15 @@ def chat_of(arguments: EngineArguments) -> ChatService:
     from dayzero.engine.build import chat_service
 
     recipe = None if arguments.recipe is None else str(arguments.recipe)
-    return chat_service(arguments.source, recipe, upstream=arguments.upstream)
+    template = None if arguments.chat_template is None else _text_of("--chat-template", arguments.chat_template)
+    return chat_service(arguments.source, recipe, upstream=arguments.upstream, template=template)
+
+
+def _text_of(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option} {path} cannot be read as text: {error}.") from error
 
 
 def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> LaunchSpec:

@@ -56,13 +56,16 @@ def tokenizer_json(where: str) -> str | None:
     return source.text(TOKENIZER) if source.exists(TOKENIZER) else None
 
 
-def chat_service(where: str, recipe: str | None = None, *, upstream: bool = False) -> ChatService:
-    """The chat side of the checkpoint at ``where``. Errors: those of opening a checkpoint, and of its chat files.
+def chat_service(
+    where: str, recipe: str | None = None, *, upstream: bool = False, template: str | None = None
+) -> ChatService:
+    """The chat side of the checkpoint at ``where``. template: Jinja text in the place of the checkpoint's. Errors: those
+    of opening a checkpoint, and of its chat files.
 
     Its stop ids belong into the LaunchSpec: a chat format may end answers with more than the files state.
     """
     source = open_source(where)
-    return ChatService(source, family=None if upstream else _family(source, recipe))
+    return ChatService(source, family=None if upstream else _family(source, recipe), template=template)
 
 
 def _family(source: Source, recipe: str | None) -> str | None:

@@ -123,10 +123,8 @@ def _info(
 
 
 def ending_ids(launch: LaunchSpec, files: TokenizerFiles, vocab: int) -> list[int]:
-    """Ids that end an answer. What a template merely writes ends nothing here: which of its markers do is known to
-    the chat format, and comes with the launch."""
-    stated = {i for i, said in files.stop.items() if any(where != "chat template" for where in said)}
-    return sorted(i for i in (set(launch.stop_ids) or stated) if 0 <= i < vocab)
+    """Ids that end an answer: what the chat side found, else what the files state."""
+    return sorted(i for i in (set(launch.stop_ids) or set(files.stop)) if 0 <= i < vocab)
 
 
 def _pool_tokens(layout: Layout, num_slabs: int) -> int:

@@ -1,18 +1,19 @@
 """Tokenizer, chat encoding, stop ids and sampling defaults, from the files beside the weights.
 
-Stop ids stand in up to five places that need not agree; a server must end on every one of them.
+Stop ids stand in up to six places that need not agree; a server must end on every one of them.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from dayzero.chat.families import recognise
+from dayzero.chat.stops import END_OF_TURN, SAMPLING
 from dayzero.checkpoint.config_json import read_object
 from dayzero.checkpoint.source import Source
 from dayzero.errors import CheckpointError
@@ -26,18 +27,7 @@ TOKENIZERS = (
 )  # fmt: skip
 ENCODERS = ("encoding_*.py", "encoding/*.py", "*/encoding_*.py", "chat_encoding*.py", "chat_format*.py")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "additional_chat_templates/*.jinja")
-SAMPLING = (
-    "do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "max_new_tokens", "max_length", "no_repeat_ngram_size",
-)  # fmt: skip
 MAX_TOKENIZER_BYTES = 256 * MIB
-
-# How vendors name the token that ends a turn; only added tokens whose text the template itself writes are looked at.
-END_OF_TURN = re.compile(
-    r"(im_end|eot|eom|end_of_(turn|text|msg|message)|turn_end|endoftext|end▁of▁sentence|^</s>$|^<\|(end|return|call)\|>$)",
-    re.I,
-)
-
 
 class _Added(msgspec.Struct):
     id: int
@@ -244,7 +234,11 @@ def _stop_sources(
     if isinstance(text, str) and text in tokens:
         yield "tokenizer_config.json eos_token", [tokens[text]]
     for template in templates:
-        yield "chat template", [i for text, i in tokens.items() if END_OF_TURN.search(text) and text in template]
+        form, _ = recognise(template, None, tokens)
+        own = form.grammar.markers()  # a marker inside an answer ends a part of it, not the answer
+        ends = [i for text, i in tokens.items() if END_OF_TURN.search(text) and text in template and text not in own]
+        yield "chat template", ends
+        yield f"chat format {form.name}", [tokens[text] for text in form.stops if text in tokens]
 
 
 def _report(source: Source, out: TokenizerFiles) -> None:
