@@ -59,8 +59,8 @@ def tokenizer_json(where: str) -> str | None:
 def chat_service(
     where: str, recipe: str | None = None, *, upstream: bool = False, template: str | None = None
 ) -> ChatService:
-    """The chat side of the checkpoint at ``where``. template: Jinja text in the place of the checkpoint's. Errors: those
-    of opening a checkpoint, and of its chat files.
+    """The chat side of the checkpoint at ``where``. template: Jinja text in place of the checkpoint's. Errors: those of
+    opening a checkpoint, and of its chat files.
 
     Its stop ids belong into the LaunchSpec: a chat format may end answers with more than the files state.
     """
