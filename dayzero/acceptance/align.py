@@ -8,8 +8,6 @@ part of the result.
 from __future__ import annotations
 
 import os
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -23,6 +21,7 @@ import torch
 from dayzero.acceptance import ladder as text
 from dayzero.acceptance.compare import Logits, compare_logits, free_bound
 from dayzero.acceptance.findings import all_findings, first_diverging
+from dayzero.acceptance.memory import available_bytes, peak_rss_bytes
 from dayzero.acceptance.oracle import choose, run_oracle
 from dayzero.acceptance.prompt import Ids, is_paper, is_twin, token_ids
 from dayzero.acceptance.taken import Taken
@@ -35,7 +34,6 @@ from dayzero.console import Console, ProgressFactory, duration_text, no_progress
 from dayzero.errors import UsageError
 from dayzero.finding import Finding, Verdict, worst
 from dayzero.ops.catalog import CATALOG, Catalog
-from dayzero.units import GIB
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,8 @@ class AlignOptions:
     record: where the oracle's trace is kept. tokens: file with a JSON list of ids; prompt: a text; num_tokens: how many
     are read. dtype: of the computation, float32. threads: of each process, default the library's. bindings: variants to
     align, ``contract`` or ``contract@site`` -> variant of ``catalog``; everything else runs as its reference.
-    expert_bytes: memory for experts of one layer, kept between the runs of that layer (see ``Walk``)."""
+    expert_bytes: memory for experts of one layer, kept between the runs of that layer; default a quarter of what is
+    available."""
 
     oracle: str | None = None
     trace: str | None = None
@@ -56,7 +55,7 @@ class AlignOptions:
     num_tokens: int | None = None
     dtype: str = "float32"
     threads: int | None = None
-    expert_bytes: int = GIB
+    expert_bytes: int | None = None
     bindings: Mapping[str, str] = field(default_factory=dict)
     catalog: Catalog = field(default_factory=lambda: CATALOG, repr=False)
 
@@ -148,7 +147,8 @@ def align_source(
         trace, ids = _oracle_side(model, options, mark, Path(folder), progress)
         oracle_seconds = time.monotonic() - began
         with _threads(options.threads):
-            found, seconds = _our_side(model, trace, taken, options.expert_bytes, progress)
+            kept = available_bytes() // 4 if options.expert_bytes is None else options.expert_bytes
+            found, seconds = _our_side(model, trace, taken, kept, progress)
         report = _report(model, options, trace, ids, found, {"ours": seconds, "oracle": oracle_seconds})
         return replace(report, bindings=taken.variants())
 
@@ -245,17 +245,6 @@ def _report(
         findings=tuple(findings),
         ladder=tuple(text.rows(model.spec, found.sites, found.choices)),
     )
-
-
-def peak_rss_bytes() -> int:
-    """Most memory this process ever held: VmHWM where /proc exists, else getrusage."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _show_ladder(report: AlignReport, console: Console) -> None:

@@ -71,7 +71,8 @@ def choose(
     ways = _ways(known, absent is None)
     if asked is not None:
         raise UsageError(
-            f"--oracle {asked} is not accepted for {recipe.name}: a look-alike would compare the wrong model; give {ways}."
+            f"--oracle {asked} is not accepted for {recipe.name}: a look-alike would compare the wrong model; "
+            f"give {ways}."
         )
     raise UsageError(f"the recipe {recipe.name} names no oracle for this model; give {ways}.")
 

@@ -145,7 +145,7 @@ class Pool:
         shelf = self.shelves[group]
         first = slab * shelf.blocks_per_slab
         for block in range(first, first + shelf.blocks_per_slab):
-            if self._owner[slab] == group and block in shelf.evictable:
+            if block in shelf.evictable:  # an eviction may take others along
                 self.evict(group, block)
 
     # --- references ---------------------------------------------------------------------------------------------

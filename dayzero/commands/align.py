@@ -35,10 +35,15 @@ class AlignArguments:
         Path | None, typer.Option("--token-ids", metavar="FILE", help="Read the ids of this file, a JSON list.")
     ] = None
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Read this text.")] = None
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help="CPU threads of each process.")] = None
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help="CPU threads of each process.")] = (
+        None
+    )
     expert_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Keep experts of a layer between its runs, up to this size.")
-    ] = "1GiB"
+        str | None,
+        typer.Option(
+            metavar="SIZE", show_default="a quarter of what is free", help="For experts kept between runs of a layer."
+        ),
+    ] = None
     bindings: Annotated[
         list[str] | None,
         typer.Option("--bind", metavar="CONTRACT[@SITE]=VARIANT", help="Run this variant; may be repeated."),
@@ -50,7 +55,7 @@ def report_of(arguments: AlignArguments, console: Console) -> AlignReport:
     from dayzero.ops.bind import load_entry_points, parse_bindings
 
     bindings, catalog = parse_bindings(arguments.bindings or ()), load_entry_points()[0]
-    expert_bytes = size_of("--expert-memory", arguments.expert_memory)
+    expert_bytes = None if arguments.expert_memory is None else size_of("--expert-memory", arguments.expert_memory)
     with console.progress("loading the libraries"):
         from dayzero.acceptance.align import AlignOptions, align_source
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,7 +47,7 @@ def run(arguments: ChatArguments, console: Console) -> int:
     if chat.encoding is None:
         raise UsageError(f"{arguments.source} cannot be talked to: {chat.why_no_chat}")
     with console.progress("reading weights", None, "B") as bar:
-        llm = LLM(launch_of(arguments, chat.stop_ids), progress=bar.reach)
+        llm = LLM(launch_of(arguments, chat.stop_ids), progress=lambda done, total: bar.reach(done, total))
     with llm:
         talk = _Talk(llm, arguments, console)
         console.line(f"{llm.info.family}, {llm.info.dtype}, {llm.info.max_model_len:,} tokens of context. {HELP}.")
@@ -93,7 +93,7 @@ class _Talk:
             return
         self._messages.append(Message.of("user", text))
         began, out = time.perf_counter(), None
-        kwargs = {"enable_thinking": False, "thinking": False} if self._arguments.no_thinking else {}
+        kwargs: dict[str, Any] = {"enable_thinking": False, "thinking": False} if self._arguments.no_thinking else {}
         try:
             for piece in self._llm.stream_chat(self._messages, self._params(), **kwargs):
                 out = self._show(piece) or out

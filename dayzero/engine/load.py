@@ -12,7 +12,7 @@ from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.open import LoadedModel, open_model
 from dayzero.blocks.site import binder, prepacker
 from dayzero.blocks.stack import Stack
-from dayzero.cache.layout import Layout, lay_out
+from dayzero.cache.layout import Dtype, Layout, lay_out
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.launch import LaunchSpec, LoadProgress
@@ -25,7 +25,7 @@ from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from dayzero.units import bytes_text, counted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+ELEMENTS: Mapping[torch.dtype, Dtype] = {torch.float32: "f32", torch.bfloat16: "bf16"}
 POOL_SHARE = 0.5  # of the memory that is free behind the weights
 MOST_POOL_BYTES = 8 << 30  # unless the caller asks for more
 EVERYWHERE = "*"

@@ -21,7 +21,6 @@ from dayzero.planner.budget import stage_bounds
 from dayzero.planner.floors import WeightBytes
 from dayzero.planner.plan_report import Layout, PlanReport
 
-
 Part = int | str  # see part_of
 
 

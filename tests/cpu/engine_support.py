@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from dayzero.blocks.stack import Forms, Stack
 from dayzero.engine.build import engine_loop
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.events import Abort, Logprobs, Output, Submit
 from dayzero.engine.launch import LaunchSpec
+from dayzero.engine.executor import Late
 from dayzero.engine.request import NewRequest, SamplingParams
 from dayzero.engine.runner import LocalRunner
+from dayzero.engine.step import Row, RowResult
 
 REFERENCE = (("*", "reference"),)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -30,6 +34,7 @@ class Answer:
     stop_id: int | None = None
     cached: int | None = None
     error: tuple[str, str] | None = None
+    logits: list[Tensor] = field(default_factory=list)  # [V] float32 behind each token, where an engine records them
 
     def take(self, output: Output) -> None:
         assert self.finish is None, f"{output.id}: an output behind the last one"
@@ -44,15 +49,39 @@ class Answer:
 
 
 class Engine:
-    """A loop over the local runner, one turn at a time. Debug checks are on."""
+    """A loop over the local runner, one turn at a time. Debug checks are on.
 
-    def __init__(self, source: str, *, recipe: str | None = None, **config: Any) -> None:
-        options = {"dtype": "float32", "bindings": REFERENCE, "debug": True, "pool_bytes": 32 << 20, "run_ahead": True} | config
-        launch = LaunchSpec(source=str(source), recipe=recipe, config=EngineConfig(**options))
+    forms: which of several equal forms the blocks compute in. record: keep the logits of every sampled token.
+    """
+
+    def __init__(
+        self, source: object, *, recipe: str | None = None, forms: Forms | None = None, record: bool = False, **config: Any
+    ) -> None:
+        options = {"dtype": "float32", "bindings": REFERENCE, "debug": True, "pool_bytes": 8 << 20, "run_ahead": True}
+        launch = LaunchSpec(source=str(source), recipe=recipe, config=EngineConfig(**{**options, **config}))
         self.runner = LocalRunner(launch)
         self.runner.load()
+        if forms is not None:
+            assert launch.config.bindings == REFERENCE, "forms are chosen for stacks of references"
+            loaded = self.runner._ready
+            stack = Stack(loaded.model.spec, loaded.model.loader.load, forms=forms)
+            self.runner._loaded = replace(loaded, stack=stack)
+        self._logits: dict[str, dict[int, Tensor]] = {}
+        if record:
+            self._record()
         self.loop = engine_loop(launch, self.runner)
         self.manager = self.loop._scheduler.manager
+
+    def _record(self) -> None:
+        chooser = self.runner._chooser
+        choose = chooser.choose
+
+        def recording(rows: Sequence[Row], logits_SV: Tensor, late: Late) -> list[RowResult]:
+            for row, logits_V in zip(rows, logits_SV, strict=True):
+                self._logits.setdefault(row.request_id, {})[row.index] = logits_V.clone()
+            return choose(rows, logits_SV, late)
+
+        chooser.choose = recording  # type: ignore[method-assign]
 
     def run(
         self,
@@ -64,6 +93,7 @@ class Engine:
         """Serve all of them to the end. arrive, abort: request id -> turn; by default all arrive at once."""
         arrive, abort = arrive or {}, abort or {}
         answers = {request.id: Answer() for request in requests}
+        self._logits.clear()
         for turn in range(100_000):
             due = [request for request in requests if arrive.get(request.id, 0) == turn]
             if due:
@@ -75,6 +105,9 @@ class Engine:
             for output in batch.outputs if batch else ():
                 answers[output.id].take(output)
             if all(answer.finish for answer in answers.values()) and not self.loop.busy:
+                for name, answer in answers.items():
+                    rows = self._logits.get(name, {})
+                    answer.logits = [rows[i] for i in range(len(answer.tokens)) if i in rows]
                 return answers
         raise AssertionError(f"not done: {[name for name, answer in answers.items() if not answer.finish]}")
 

@@ -18,9 +18,9 @@ from dayzero.blocks.open import LoadedModel, open_model
 from dayzero.blocks.stack import Stack
 from dayzero.checkpoint.dequant import quantize
 from dayzero.checkpoint.formats import parts
+from dayzero.checkpoint.lazy import ExpertStack
 from dayzero.checkpoint.rules import Fuse, Rule, Split
 from dayzero.checkpoint.source import LocalSource
-from dayzero.checkpoint.lazy import ExpertStack
 from dayzero.checkpoint.stream import Loader
 from dayzero.decl import FORMATS, ParamDecl
 from dayzero.errors import CheckpointError
@@ -230,7 +230,7 @@ def test_a_bound_variant_gets_whole_tensors(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys, torch
-from dayzero.acceptance.align import peak_rss_bytes
+from dayzero.acceptance.memory import peak_rss_bytes
 from dayzero.blocks.local_cache import LocalCache
 from dayzero.blocks.moe import stacked_experts
 from dayzero.blocks.open import open_model

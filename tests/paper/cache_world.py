@@ -118,6 +118,8 @@ class World:
         while len(request.tokens) < end:
             request.tokens.append(hash(request.prefix(len(request.tokens))) % 2)
         rows = self.cache.rows(request.id, end)
+        held = self.cache.inventory(request.id)
+        assert {name: table for name, (table, _) in rows.items()} == held, "rows name a block that is not held"
         after = self.cache.ran(request.id, end)
         self.steps.append(Step(request, start, end, rows, request.copies, after))
         request.copies, request.scheduled = (), end

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from tests.paper.cache_world import LAYOUTS, PAGE, Request, World, world
+from tests.paper.cache_world import LAYOUTS, PAGE, Request, world
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
 SALTS = st.sampled_from([None, None, "a"])
@@ -111,60 +111,6 @@ def test_many_lives() -> None:
             max_examples=400, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
-
-
-def go_on(here: World, request: Request, until: int, ahead: bool, chunk: int) -> int:
-    """Run one sequence, alone, as a scheduler would: returns how often it had to be opened again."""
-    again = 0
-    while request.scheduled < until:
-        known = max(request.scheduled + 1, min(len(request.tokens), request.scheduled + chunk))
-        if here.schedule(request, min(known, until)):
-            if not ahead or len(here.steps) > 1:
-                here.retire()
-        elif here.steps:
-            here.retire()
-        else:
-            here.close(request, finished=False)
-            reopened = here.open(request.tokens, request.salt)
-            assert reopened is not None
-            request, again = reopened, again + 1
-            assert again < 10, "it never gets on"
-    while here.steps:
-        here.retire()
-    here.close(request)
-    return again
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    name=st.sampled_from(sorted(LAYOUTS)),
-    num_slabs=st.integers(1, 30),
-    others=st.lists(TOKENS, max_size=8),
-    kept=st.integers(0, 8),
-    tokens=TOKENS,
-    ahead=st.booleans(),
-    chunk=st.integers(1, 20),
-)
-def test_a_sequence_that_is_alone_gets_as_far_as_promised(
-    name: str, num_slabs: int, others: list[list[int]], kept: int, tokens: list[int], ahead: bool, chunk: int
-) -> None:
-    here = world(name, num_slabs)
-    until = max((n for n in range(len(tokens), 80) if here.cache.why_never(n) is None), default=0)
-    if not until:
-        assert here.cache.why_never(len(tokens))
-        return
-    for number, other in enumerate(others):  # they leave blocks scattered over the slabs
-        request = here.open(other)
-        while request and request.scheduled < len(other) and here.schedule(request, len(other)):
-            here.retire()
-        if request and number >= kept:
-            here.close(request)
-    request = here.open(tokens)
-    for rest in [r for r in here.requests.values() if r is not request]:
-        here.close(rest)
-    request = request or here.open(tokens)
-    assert request is not None
-    go_on(here, request, until, ahead, chunk)
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))

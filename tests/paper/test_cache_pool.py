@@ -146,7 +146,7 @@ def room_when_all_is_evicted(pool: Pool, wants: dict[int, int]) -> bool:
     return slabs <= sums["slabs.free"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), num_slabs=st.integers(1, 5))
 def test_room_is_told_exactly(data: st.DataObject, num_slabs: int) -> None:
     pool = Pool(LAYOUT, num_slabs, lambda group, block: None)

@@ -167,6 +167,14 @@ def test_tokens_not_known_when_a_step_retires_stay_private() -> None:
     assert cache.sums()["tokens.cached"] == 1
 
 
+def test_the_last_pages_of_a_sequence_are_evicted_first() -> None:
+    here = world("tokens", 9)
+    here.run([1] * 33)
+    here.run([2] * 9)
+    assert here.cache.stats.evictions == 2
+    assert here.run([1] * 33).hit == 24, "8 pages were published, 2 went"
+
+
 # --- windows ----------------------------------------------------------------------------------------------------
 
 
@@ -315,7 +323,7 @@ class Shots:
         self.held, self.gone, self.why_none = held, Remembered(), ""
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(windows=WINDOWS, data=st.data(), num_pages=st.integers(0, 8))
 def test_the_longest_prefix_that_all_groups_can_restore_is_found(
     windows: list[int | None], data: st.DataObject, num_pages: int

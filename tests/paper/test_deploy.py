@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dayzero.cli import build_app
 from dayzero.commands.serve import API_KEY
+from dayzero.engine.scheduler import _COUNTERS
 from dayzero.server.routes import ROUTES
 from tests.paper.server_support import ScriptedEngine, ask, client, make
 
@@ -31,7 +32,8 @@ PROMQL_WORDS = {"by", "on", "and", "or", "unless", "without", "ignoring", "group
 @cache
 def exposed() -> dict[str, set[str]]:
     """Name of each sample that /metrics can show -> its labels."""
-    world = make(ScriptedEngine(counters={"preemptions": 1.0}))
+    counters = dict.fromkeys((*_COUNTERS, "preemptions", "evictions", "snapshots_taken", "snapshots_restored"), 1.0)
+    world = make(ScriptedEngine(counters=counters))
     client(world).post("/v1/chat/completions", json=ask(max_tokens=-1))
     out: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(client(world).get("/metrics").text):

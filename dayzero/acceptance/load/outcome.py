@@ -12,9 +12,9 @@ from dayzero.acceptance.load.workload import LoadRequest
 class Outcome:
     """Times are of time.perf_counter. sent: when the request went out; in an open loop, when it was due. times: of each
     chunk that carried tokens. prompt_tokens, output_tokens, cached_tokens: as the server counted them, None when it did
-    not say. token_ids: ids received, None when the server sends none. error: (kind, sentence) when it failed; kinds: ``refused`` (the
-    request itself was wrong), ``http 5xx`` and ``http 429``, ``connection``, ``timeout``, ``stream``, ``engine``,
-    ``tokens`` (not the counts that were asked for)."""
+    not say. token_ids: ids received, None when the server sends none. error: (kind, sentence) when it failed; kinds:
+    ``refused`` (the request itself was wrong), ``http 5xx`` and ``http 429``, ``connection``, ``timeout``, ``stream``,
+    ``engine``, ``tokens`` (not the counts that were asked for)."""
 
     request: LoadRequest
     sent: float

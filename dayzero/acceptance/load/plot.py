@@ -26,7 +26,7 @@ def check_plot(path: Path) -> None:
 
 def draw(report: LoadReport, path: Path) -> None:
     """Medians as lines, all repeats as dots. Writes a PNG."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # type: ignore[import-not-found]  # an extra
 
     figure = Figure(figsize=(13, 4), layout="constrained")
     figure.suptitle(f"{report.model} · {report.workload.prompt} in, {report.workload.output} out · {report.how}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -178,10 +178,9 @@ def requests(workload: Workload, level: Level, repeat: int | str, prompts: Promp
     """The requests of one repeat of a level, in the order in which they arrive."""
     shape = random.Random(f"{workload.seed} shape {level.name}")
     tokens = random.Random(f"{workload.seed} tokens {level.name} {repeat}")
-    gap: Callable[[], float] = (lambda: shape.expovariate(level.rate)) if level.rate is not None else (lambda: 0.0)
     found, at = [], 0.0
     for _ in range(workload.count(level)):
         prompt, counted = prompts.make(tokens, workload.prompt.draw(shape))
         found.append(LoadRequest(prompt, counted, workload.output.draw(shape), at))
-        at += gap()
+        at += 0.0 if level.rate is None else shape.expovariate(level.rate)
     return found
