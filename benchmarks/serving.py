@@ -201,8 +201,9 @@ def table(servers: Sequence[Server], options: argparse.Namespace) -> str:
         f"## {time.strftime('%Y-%m-%d')} · serving, side by side",
         "",
         f"`python benchmarks/serving.py {Path(options.source).name} …`: {options.prompt_tokens} in, "
-        f"{options.output_tokens} out, {options.repeats} interleaved repeats, medians; others stopped "
-        f"meanwhile. dayzero {__version__}, {here['cpus']} x {here['cpu']}, Python {platform.python_version()}; {load_text()} at the end.",
+        f"{options.output_tokens} out, {options.repeats} interleaved repeats, medians; others stopped meanwhile. "
+        f"dayzero {__version__}, {here['cpus']} x {here['cpu']}, Python {platform.python_version()}; "
+        f"{load_text()} at the end.",
         "",
         "Each cell: TTFT p50 ms / mean TPOT ms / output tok/s (their ratio to dayzero's; the repeats' spread).",
         "",

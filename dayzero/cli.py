@@ -9,12 +9,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Annotated, NoReturn
 
 import typer
 
 from dayzero import __version__
-from dayzero.commands import align, bench, chat, demo, inspect, plan, serve, twin
 from dayzero.commands.frame import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, leave_stdout, register
 from dayzero.console import Console
 from dayzero.errors import MachineError, UsageError
@@ -25,8 +25,21 @@ _CALL_ERRORS: tuple[type[Exception], ...] = tuple(
 )
 
 
-def build_app() -> typer.Typer:
-    """The typer application with every command registered."""
+# Name of a command, and of its file, -> its options. A file is imported when its command is asked for.
+COMMANDS = {
+    "demo": "DemoOptions",
+    "inspect": "InspectOptions",
+    "plan": "PlanArguments",
+    "twin": "TwinArguments",
+    "align": "AlignArguments",
+    "chat": "ChatArguments",
+    "serve": "ServeArguments",
+    "bench": "BenchArguments",
+}
+
+
+def build_app(only: str | None = None) -> typer.Typer:
+    """The typer application with every command registered, or with one of them."""
     app = typer.Typer(
         name="dayzero",
         help="From a freshly published checkpoint to an accepted service: inspect, plan, twin, align, serve.",
@@ -48,14 +61,10 @@ def build_app() -> typer.Typer:
             raise typer.Exit(UsageError.exit_code)
 
     app.callback(invoke_without_command=True)(root)
-    register(app, "demo", demo.DemoOptions, demo.run)
-    register(app, "inspect", inspect.InspectOptions, inspect.run)
-    register(app, "plan", plan.PlanArguments, plan.run)
-    register(app, "twin", twin.TwinArguments, twin.run)
-    register(app, "align", align.AlignArguments, align.run)
-    register(app, "chat", chat.ChatArguments, chat.run)
-    register(app, "serve", serve.ServeArguments, serve.run)
-    register(app, "bench", bench.BenchArguments, bench.run)
+    for name, options in COMMANDS.items():
+        if only in (None, name):
+            module = import_module(f"dayzero.commands.{name}")
+            register(app, name, getattr(module, options), module.run)
     return app
 
 
@@ -101,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_streams()
     try:
         with _ended_by_signals():
-            code = build_app()(given, prog_name="dayzero", standalone_mode=False)
+            only = given[0] if given and given[0] in COMMANDS else None
+            code = build_app(only)(given, prog_name="dayzero", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except _CALL_ERRORS as error:

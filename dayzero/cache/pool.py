@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dayzero.cache.layout import Layout
 from dayzero.units import ceil_div
 
+SCARCE = 4  # free slabs are scarce when they are no more than this part of the pool
+
 
 class Shelf:
     """One group's blocks. All mappings keep insertion order; evictable and idle are in order of their last use.
@@ -71,12 +73,12 @@ class Pool:
         """group -> ``wants[group]`` blocks with one reference each; None when there is no room, and nothing changed.
 
         Free blocks go first, then free slabs, then what was used least recently: an evictable block of the group, or a
-        whole idle slab of another. dense: take no slab before every spare block of the group is used, so that groups
-        hold as few slabs as their references allow.
+        whole idle slab of another. dense: once slabs are scarce, take none before every spare block of the group is
+        used, so that groups hold as few slabs as their references allow; before, what is cached would go for nothing.
         """
         if not self.has_room(wants):
             return None
-        if not dense:
+        if not dense or len(self._free_slabs) > self.num_slabs // SCARCE:
             taken = {group: self._take_greedily(group, count) for group, count in wants.items()}
             if all(len(taken[group]) == count for group, count in wants.items()):
                 return taken

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dayzero.cache.layout import ALIGN_BYTES as UNIT_BYTES
 from dayzero.cache.layout import Group, Layout, Place
 from dayzero.view import Paged, Span, StateStore, StepView, TokenStore
 
-UNIT_BYTES = 256
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 NOT_A_NUMBER = 0xFF  # bytes of all ones are a NaN in every float format
 

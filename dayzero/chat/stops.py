@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dayzero.chat.families import Format
-from dayzero.chat.tokenizer import Tokenizer
 from dayzero.checkpoint.config_json import read_object
 from dayzero.checkpoint.source import Source
 from dayzero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dayzero.chat.tokenizer import Tokenizer
 
 SAMPLING = (
     "do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",

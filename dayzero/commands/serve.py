@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ def run(arguments: ServeArguments, console: Console) -> int:
     Listens at once; /ready turns 200 when the model is loaded. SIGTERM lets running answers end.
     """
     from dayzero.server.app import create_app
-    from dayzero.server.run import bind, serve
+    from dayzero.server.run import bind, run_loop, serve
 
     chat, config = chat_of(arguments), _config(arguments)
     launch = launch_of(arguments, chat.stop_ids)
@@ -61,7 +60,7 @@ def run(arguments: ServeArguments, console: Console) -> int:
         app = create_app(engine, chat, config)
         shown = _Shown(console, chat, config, arguments.source, f"http://{_host(address[0])}:{address[1]}")
         with shown:
-            asyncio.run(
+            run_loop(
                 serve(
                     app, engine, listening, drain_seconds=arguments.drain_seconds, on_loading=shown.loading,
                     on_ready=shown.ready,
@@ -124,4 +123,8 @@ class _Shown:
         rows = dict(info.table) | dict(self._chat.table())
         self._console.table("", ("", ""), list(rows.items()))
         self._console.line(f"ready: {self._address}/v1 serves {', '.join(self._config.served_names)}")
-        self._console.emit_json({"address": self._address, "served": self._config.served_names, "info": info})
+        import msgspec
+
+        self._console.emit_json(
+            {"address": self._address, "served": self._config.served_names, "info": msgspec.to_builtins(info)}
+        )

@@ -5,6 +5,7 @@ S sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,9 +46,10 @@ class Chooser:
         self._states.pop(slot, None)
 
     def choose(self, rows: Sequence[Row], logits_SV: Tensor, late: Late) -> list[RowResult]:
-        """A token for each row, or why there is none. logits: float32, not changed."""
+        """A token for each row, or why there is none. logits: float32, not changed. A row with a NaN or a positive
+        infinity, which has no softmax either, is bad."""
         states = [self._states[row.slot] for row in rows]
-        bad_S = logits_SV.isnan().any(-1).tolist()
+        bad_S = (~(logits_SV.amax(-1) < math.inf)).tolist()  # the largest of a row with a NaN is NaN
         plain = all(not s.changes_logits and s.params.temperature == 0 and s.params.logprobs is None for s in states)
         if plain and not late.masks and not any(bad_S) and not late.refused:
             tokens = self._best(logits_SV).tolist()

@@ -13,6 +13,7 @@ from dayzero.blocks.open import LoadedModel, open_model
 from dayzero.blocks.site import binder, prepacker
 from dayzero.blocks.stack import Stack
 from dayzero.cache.layout import Dtype, Layout, lay_out
+from dayzero.cache.manager import CacheManager
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.launch import LaunchSpec, LoadProgress
@@ -28,6 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ELEMENTS: Mapping[torch.dtype, Dtype] = {torch.float32: "f32", torch.bfloat16: "bf16"}
 POOL_SHARE = 0.5  # of the memory that is free behind the weights
 MOST_POOL_BYTES = 8 << 30  # unless the caller asks for more
+UNBOUNDED_TOKENS = 1 << 40
 EVERYWHERE = "*"
 
 
@@ -128,18 +130,13 @@ def ending_ids(launch: LaunchSpec, files: TokenizerFiles, vocab: int) -> list[in
 
 
 def _pool_tokens(layout: Layout, num_slabs: int) -> int:
-    """Longest single sequence that the empty pool holds, in tokens; a lower bound where groups share slabs."""
-    if not any(group.window is None for group in layout.token_groups):
-        return 1 << 40
-    states = sum(-(-2 * len(g.layers) // g.blocks_per_slab) for g in layout.state_groups)
-    windows = sum(
-        -(-(g.window // layout.page_tokens + 2) // g.blocks_per_slab)
-        for g in layout.token_groups
-        if g.window is not None
-    )
-    left = num_slabs - states - windows
-    per_slab = min(g.blocks_per_slab for g in layout.token_groups if g.window is None)
-    return max(0, left) * per_slab * layout.page_tokens
+    """Longest single sequence that the pool admits, in tokens; a number beyond all contexts where windows bound it."""
+    manager = CacheManager(layout, num_slabs)
+    low, high = 0, UNBOUNDED_TOKENS + 1
+    while high - low > 1:  # admitted, not admitted
+        middle = (low + high) // 2
+        low, high = (middle, high) if manager.why_never(middle) is None else (low, middle)
+    return low
 
 
 def _binding_rows(bindings: Mapping[str, str], spec: ModelSpec) -> list[tuple[str, str]]:

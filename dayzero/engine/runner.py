@@ -113,16 +113,30 @@ class LocalRunner:
         return StepResult(step.number, rows, seconds, seconds - computed)
 
     def _sample(self, step: Step, view: StepView, hidden_TD: Tensor, late: Late) -> tuple[RowResult, ...]:
-        """Tokens of the rows that are to have one; log-probabilities of prompts where they are asked for."""
-        chosen = [i for i, row in enumerate(step.rows) if row.sample and row.request_id not in late.dropped]
-        results = {i: RowResult(row.request_id) for i, row in enumerate(step.rows)}
+        """Tokens of the rows that are to have one; log-probabilities of prompts where they are asked for.
+
+        A row with a token whose hidden state is NaN is bad, sampled or not: what it wrote into the cache is no number
+        either, and others would find it there.
+        """
+        bad = _rows_with_nan(view, hidden_TD)
+        wanted = [i for i, row in enumerate(step.rows) if row.request_id not in late.dropped]
+        results = {i: RowResult(row.request_id, bad="nan" if i in bad else None) for i, row in enumerate(step.rows)}
+        chosen = [i for i in wanted if step.rows[i].sample and i not in bad]
         if chosen:
             ends = torch.tensor([view.spans[i].first + view.spans[i].count - 1 for i in chosen])
             logits_SV = self.stack.head(hidden_TD[ends])
             sampled = self._chooser.choose([step.rows[i] for i in chosen], logits_SV, late)
             results.update(zip(chosen, sampled, strict=True))
-        for i, row in enumerate(step.rows):
-            if row.prompt_logprobs and row.request_id not in late.dropped:
+        for i in wanted:
+            row = step.rows[i]
+            if row.prompt_logprobs and i not in bad:
                 prompt = self._chooser.prompt_logprobs(row, hidden_TD[view.spans[i].rows], self.stack.head)
                 results[i] = replace(results[i], prompt=prompt)
         return tuple(results[i] for i in range(len(step.rows)))
+
+
+def _rows_with_nan(view: StepView, hidden_TD: Tensor) -> frozenset[int]:
+    if not bool(hidden_TD.isnan().any()):
+        return frozenset()
+    bad_T = hidden_TD.isnan().any(-1)
+    return frozenset(i for i, span in enumerate(view.spans) if bool(bad_T[span.rows].any()))

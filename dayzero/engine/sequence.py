@@ -48,7 +48,7 @@ class Sequence:
         self.pending = 0
         self.flights = 0  # steps in flight that name it
         self.allocated = 0  # tokens that blocks are there for
-        self.seen = 0  # most tokens ever retired: what lies before is recomputed
+        self.seen = 0  # most tokens it ever had behind it
         self.cached: int | None = None  # prompt tokens found in the prefix cache, at the first start
         self.prompt: list[Logprobs] = []  # of prompt tokens 1.., in order
         self.collected = 0  # rows of prompt log-probabilities that are in
@@ -101,7 +101,8 @@ class Sequence:
         self.computed = self.retired = self.allocated = self.pending = 0
 
     def retire(self, row: Row) -> int:
-        """A step with ``row`` has retired. Returns how many of its tokens had been computed before."""
+        """A step with ``row`` has retired. Returns how many of its tokens lay behind the request already, computed or
+        restored, before it was preempted."""
         assert row.start == self.retired, f"{self.id}: positions from {row.start} on, but {self.retired} had retired"
         end = row.start + row.count
         self.retired = end

@@ -45,7 +45,7 @@ def create_app(engine: Engine, chat: ChatService | None, config: ServerConfig) -
     served = [HttpRoute(route.path, Endpoint(state, route), methods=[route.method]) for route in routes]
     app = Starlette(
         routes=served,
-        exception_handlers={HTTPException: _http_error(config), Exception: _bug(config)},
+        exception_handlers={HTTPException: _http_error(config, _methods(routes)), Exception: _bug(config)},
     )
     app.state.server = state
     app.add_middleware(_Counted, state=state, routes=routes)
@@ -67,7 +67,16 @@ def _style(request: Request) -> Style:
     return "anthropic" if request.url.path.startswith("/v1/messages") else "openai"
 
 
-def _http_error(config: ServerConfig):  # type: ignore[no-untyped-def]
+def _methods(routes: list[Route]) -> dict[str, str]:
+    """Path -> the methods it takes, as the Allow header has them. A path may stand in several routes, and Starlette
+    names the methods of the first one only."""
+    found: dict[str, set[str]] = {}
+    for route in routes:
+        found.setdefault(route.path, set()).update({"GET", "HEAD"} if route.method == "GET" else {route.method})
+    return {path: ", ".join(sorted(methods)) for path, methods in found.items()}
+
+
+def _http_error(config: ServerConfig, methods: dict[str, str]):  # type: ignore[no-untyped-def]
     def handle(request: Request, error: HTTPException) -> Response:
         """Paths and methods that are not served."""
         path = request.url.path[:200]
@@ -75,6 +84,8 @@ def _http_error(config: ServerConfig):  # type: ignore[no-untyped-def]
         answer = ApiError(error.status_code, sentences.get(error.status_code, error.detail))
         response = error_response(answer, _style(request), config.retry_after_s)
         response.headers.update(error.headers or {})
+        if error.status_code == 405 and request.url.path in methods:
+            response.headers["allow"] = methods[request.url.path]
         return response
 
     return handle

@@ -99,6 +99,7 @@ class Slot:
     params: SamplingParams
     prompt_tokens: int
     known: list[int]
+    next: int | None = None  # where its next row must begin; None: it has none yet
 
 
 class Machine:
@@ -117,7 +118,8 @@ class Machine:
         self.slabs: list[tuple[str, dict[int, list[int | None]]]] = [("", {}) for _ in range(num_slabs)]
         self.queue: list[Step] = []
         self.dropped: dict[int, frozenset[str]] = {}
-        self.computed: dict[tuple[str, int], int] = {}  # (request, position) -> how often
+        self.furthest: dict[str, int] = {}  # request -> most tokens it ever had behind it
+        self.num_again = 0  # tokens computed though their request had been past them before
         self.steps: list[Step] = []
 
     # --- Executor -------------------------------------------------------------------------------------------------
@@ -226,9 +228,11 @@ class Machine:
             tokens.append(VOCAB)  # its input was never sampled; a device computes with whatever is there
         assert len(tokens) == row.count and tuple(tokens[: len(row.tokens)]) == row.tokens, "wrong ids"
         assert len(row.tokens) == row.count or (row.count == 1 and not row.tokens)
-        for position in range(row.start, row.start + row.count):
-            key = (row.request_id, position)
-            self.computed[key] = self.computed.get(key, 0) + 1
+        end, furthest = row.start + row.count, self.furthest.get(row.request_id, 0)
+        assert slot.next in (None, row.start), f"{row.request_id}: from {row.start} on, after {slot.next} tokens"
+        slot.next = end
+        self.num_again += max(0, min(end, furthest) - row.start)
+        self.furthest[row.request_id] = max(furthest, end)
         seen, states = self._run_groups(step, number, row, tokens)
         prompt: tuple[TokenLogprobs, ...] = ()
         if row.prompt_logprobs:

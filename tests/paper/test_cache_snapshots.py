@@ -234,6 +234,39 @@ def test_a_snapshot_leaves_every_sequence_a_page_to_go_on() -> None:
         here.end()
 
 
+@pytest.mark.parametrize("tight", ["budget", "pool"])
+def test_the_end_of_a_finished_turn_counts_as_just_used(tight: str) -> None:
+    """Its snapshot is older than that of another prompt, but the turn finished after that."""
+    here = world("hybrid", 22, snapshot_tokens=400, snapshot_bytes=2 * SIZE if tight == "budget" else 1 << 30)
+    answer = here.open([1])
+    assert answer
+    decode(here, answer, 5)
+    here.run([2] * 5)
+    here.close(answer)
+    assert held(here) == 2
+    if tight == "budget":
+        here.run([3] * 5)
+    else:
+        while held(here) == 2:
+            assert here.open([4])
+        here.end()
+    assert here.run([*answer.tokens[:4], 9]).hit == 4
+    assert here.run([2] * 5).hit == 0
+
+
+def test_pages_behind_which_a_sequence_branched_off_count_as_used() -> None:
+    """They will be restored together with the snapshot that it takes there."""
+    here = world("hybrid", snapshot_tokens=400)
+    here.run([1] * 21)
+    here.run([5] * 21)
+    request = here.open([1] * 12 + [2] * 9)
+    assert request and request.opened.hit == 0
+    index, pool = here.cache._reuse.indices[0], here.cache._pool
+    keys = here.cache._open[request.id].chain.keys
+    assert list(pool.shelves[0].evictable)[-3:] == [index.blocks[keys[page]] for page in (2, 1, 0)]
+    here.end()
+
+
 def test_a_snapshot_is_evicted_as_a_whole() -> None:
     here = world("hybrid", 8, snapshot_bytes=1 << 30, snapshot_tokens=400)
     here.run([1] * 9)

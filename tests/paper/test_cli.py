@@ -14,14 +14,13 @@ import pytest
 import typer
 
 from dayzero import __version__
-from dayzero.cli import build_app, main
+from dayzero.cli import COMMANDS, build_app, main
 from dayzero.commands.frame import EXIT_BROKEN_PIPE, EXIT_BUG, EXIT_INTERRUPTED, guarded, register
 from dayzero.commands.twin import parse_changes
 from dayzero.console import Console
 from dayzero.errors import CheckpointError, MachineError, UsageError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-COMMANDS = ("demo", "inspect", "plan", "twin", "align")
 IMPORT_LIMIT_SECONDS = 0.3
 
 
@@ -39,13 +38,30 @@ def test_importing_the_command_line_is_quick_and_brings_no_torch() -> None:
     assert min(seconds) <= IMPORT_LIMIT_SECONDS, seconds
 
 
+def test_a_command_imports_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    program = (
+        "import sys; from dayzero.cli import main; main(['inspect', '--help'])\n"
+        "found = [n for n in sys.modules if n.startswith('dayzero.commands.')]\n"
+        "sys.exit(sorted(found) != ['dayzero.commands.frame', 'dayzero.commands.inspect'] or 'asyncio' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=False, stdout=subprocess.DEVNULL)
+    assert done.returncode == 0
+
+
+def test_every_command_file_is_in_the_table() -> None:
+    """A file of ``commands`` is a command or holds what several of them share."""
+    folder = REPOSITORY / "dayzero" / "commands"
+    commands = {path.stem for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8")}
+    assert set(COMMANDS) == commands
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(command in text for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", list(COMMANDS))
 def test_every_command_has_the_shared_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 import dayzero.console as console_module
@@ -147,8 +148,12 @@ def test_plain_writes_what_json_lacks() -> None:
         left: float
         right: frozenset[str]
 
-    value = {"p": Pair(math.nan, frozenset("ba")), 3: (math.inf, 0.5, None, True)}
-    assert plain(value) == {"p": {"left": "nan", "right": ["a", "b"]}, "3": ["inf", 0.5, None, True]}
+    class Record(msgspec.Struct):
+        rows: list[tuple[str, float]]
+
+    value = {"p": Pair(math.nan, frozenset("ba")), 3: (math.inf, 0.5, None, True), "s": Record([("a", math.inf)])}
+    shown = {"p": {"left": "nan", "right": ["a", "b"]}, "3": ["inf", 0.5, None, True], "s": {"rows": [["a", "inf"]]}}
+    assert plain(value) == shown
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (3671, "1:01:11")])

@@ -28,12 +28,19 @@ def own(name: str) -> Recipe:
     return recipe
 
 
+def few_experts(name: str) -> dict[str, Any]:
+    """The config with 32 experts, which have the same names as hundreds."""
+    config = config_of(name)
+    part = config.get("text_config", config)
+    part.update((key, 32) for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in part)
+    return config
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_comes_to_its_end_with_every_config(name: str) -> None:
     for recipe in RECIPES.values():
         reading = read_through(recipe, config_of(name))
         assert reading.spec is not None and reading.stop == "" and not reading.vague, recipe.name
-        assert (reading.refusals == []) == (reading.guessed == [] and reading.refusals == [])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,7 +59,7 @@ def test_the_nearest_family_of_each_release_is_its_own(name: str) -> None:
     config.get("text_config", {}).pop("architectures", None)
     near = find(config).nearest
     assert near is not None and near.name == own(name).name and near.keys == 1.0
-    patterns = patterns_of(table_of(config_of(name)))
+    patterns = patterns_of(table_of(few_experts(name)))
     shares = {n: nearness(read_through(r, config), config, patterns).tensors for n, r in RECIPES.items()}
     best = max(shares, key=lambda n: shares[n].share if shares[n] is not None else 0.0)  # type: ignore[union-attr]
     found = shares[own(name).name]

@@ -122,7 +122,8 @@ def test_unknown_models_paths_and_methods() -> None:
     missing = web.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
     assert web.post("/v1/messages/nothing").json()["type"] == "error"
-    assert web.request("DELETE", "/health").headers["allow"]
+    allowed = {path: web.request("DELETE", path).headers["allow"] for path in ("/health", "/ping", CHAT)}
+    assert allowed == {"/health": "GET, HEAD", "/ping": "GET, HEAD, POST", CHAT: "POST"}
 
 
 def test_models() -> None:
