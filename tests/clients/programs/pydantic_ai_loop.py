@@ -12,8 +12,8 @@ import sys
 from typing import Any, Literal
 
 from pydantic import BaseModel
-from pydantic_ai import Agent, ModelRetry, ToolOutput, UsageLimits
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai import Agent, ModelRetry, RunContext, ToolOutput, UsageLimits
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIChatModelSettings
 from pydantic_ai.providers.openai import OpenAIProvider
 
 TURNS = 30
@@ -28,7 +28,12 @@ class Report(BaseModel):
 
 def agent(address: str, seen: list[tuple[str, int]], refused: list[Report]) -> Agent[None, Report]:
     model = OpenAIChatModel("small", provider=OpenAIProvider(base_url=address, api_key="none"))
-    settings = {"max_tokens": 400, "seed": 2, "parallel_tool_calls": False, "timeout": 120}
+
+    def settings(context: RunContext[None]) -> OpenAIChatModelSettings:
+        """Another seed each turn: one seed draws the same call again and again."""
+        seed = context.run_step
+        return OpenAIChatModelSettings(max_tokens=400, seed=seed, parallel_tool_calls=False, timeout=120)
+
     made = Agent(model, output_type=ToolOutput(Report), model_settings=settings, retries=TURNS)
 
     @made.tool_plain
