@@ -176,6 +176,8 @@ def calls(text: str) -> Iterable[list[str]]:
     """Words of each ``dayzero …`` line in the fenced blocks of a document, comments and pipes cut off."""
     for block in re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.S):
         for line in block.replace("\\\n", " ").splitlines():
+            if "dayzero " not in line:  # other programs' arguments may go over several lines
+                continue
             words = shlex.split(line, comments=True)
             ends = [i for i, word in enumerate(words) if word in ("|", "&", "&&", ">", "2>", ";")]
             for start in [0, *(i + 1 for i in ends)]:
