@@ -36,9 +36,7 @@ class LoadedModel:
     loader: Loader
 
 
-def open_model(
-    where: str, *, recipe: str | None = None, dtype: torch.dtype | None = torch.float32
-) -> LoadedModel:
+def open_model(where: str, *, recipe: str | None = None, dtype: torch.dtype | None = torch.float32) -> LoadedModel:
     """Open the checkpoint at ``where`` (folder, ``s3://…``, hub id). No parameter is read yet.
 
     recipe: path or module of a recipe; default: the built-in one that the config fits. dtype: of the parameters;

@@ -29,6 +29,7 @@ ENCODERS = ("encoding_*.py", "encoding/*.py", "*/encoding_*.py", "chat_encoding*
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "additional_chat_templates/*.jinja")
 MAX_TOKENIZER_BYTES = 256 * MIB
 
+
 class _Added(msgspec.Struct):
     id: int
     content: str

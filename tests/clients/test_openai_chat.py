@@ -162,8 +162,10 @@ def test_json_schema(client: openai.OpenAI, service: Service, thinking: bool) ->
     assert (answer.usage.completion_tokens_details.reasoning_tokens or 0) > 0 or not thinking
 
 
-def test_reasoning_comes_under_both_names(client: openai.OpenAI) -> None:
-    answer = chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}, "ignore_eos": True})
+def test_reasoning_comes_under_both_names(client: openai.OpenAI, service: Service) -> None:
+    barred = {str(token): -100 for token in service.ids("</think><tool_call>")}  # either would end the reasoning
+    body = {"chat_template_kwargs": {"enable_thinking": True}, "ignore_eos": True}
+    answer = chat(client, extra_body=body, logit_bias=barred)
     message = answer.choices[0].message.to_dict()
     assert message["reasoning"] == message["reasoning_content"] != ""
     assert answer.usage.completion_tokens_details.reasoning_tokens == 12

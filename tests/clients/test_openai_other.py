@@ -142,7 +142,7 @@ def test_a_function_call_goes_round(client: openai.OpenAI) -> None:
         grown = answer.usage.input_tokens
         items += [call.to_dict(), {"type": "function_call_output", "call_id": call.call_id, "output": "blue"}]
     last = respond(client, input=items, tools=[FLAT], tool_choice="none", instructions="Be brief.")
-    assert [item.type for item in last.output] == ["message"]
+    assert last.output and "function_call" not in [item.type for item in last.output]
 
 
 def test_a_response_in_a_schema(client: openai.OpenAI) -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from dayzero.blocks.stack import Forms, Stack
+from dayzero.cache.layout import Layout
+from dayzero.cache.manager import CacheManager
 from dayzero.engine.build import engine_loop
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.events import Abort, Logprobs, Output, Submit
-from dayzero.engine.launch import LaunchSpec
 from dayzero.engine.executor import Late
+from dayzero.engine.launch import LaunchSpec
 from dayzero.engine.request import NewRequest, SamplingParams
 from dayzero.engine.runner import LocalRunner
 from dayzero.engine.step import Row, RowResult
@@ -55,7 +57,13 @@ class Engine:
     """
 
     def __init__(
-        self, source: object, *, recipe: str | None = None, forms: Forms | None = None, record: bool = False, **config: Any
+        self,
+        source: object,
+        *,
+        recipe: str | None = None,
+        forms: Forms | None = None,
+        record: bool = False,
+        **config: Any,
     ) -> None:
         options = {"dtype": "float32", "bindings": REFERENCE, "debug": True, "pool_bytes": 8 << 20, "run_ahead": True}
         launch = LaunchSpec(source=str(source), recipe=recipe, config=EngineConfig(**{**options, **config}))
@@ -114,6 +122,12 @@ class Engine:
     def one(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Answer:
         """One request alone."""
         return self.run([ask("one", prompt, params, **more)])["one"]
+
+
+def least_slabs(layout: Layout, tokens: int) -> int:
+    """Slabs of the least pool in which a sequence of that many tokens is served, working state and snapshot included."""
+    least = max(1, len(layout.token_groups)) + -(-2 * layout.state_footprint // layout.slab_bytes)
+    return next(n for n in range(least, 10_000) if CacheManager(layout, n).why_never(tokens) is None)
 
 
 def ask(name: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> NewRequest:

@@ -52,7 +52,9 @@ def test_one_request_ends_and_all_others_are_as_alone(
         ask("middle", [*shared[:20], CURSED, *shared[20:]], GREEDY),
         ask("sampled", prompt_ids(9, 9), forced),
     ]
-    answers = engine.run([bad[0], *(ask(name, prompt, GREEDY) for name, prompt in good.items()), *bad[1:]], arrive={"2": 2})
+    answers = engine.run(
+        [bad[0], *(ask(name, prompt, GREEDY) for name, prompt in good.items()), *bad[1:]], arrive={"2": 2}
+    )
     assert {name: answers[name].tokens for name in good} == want
     for request in bad:
         answer = answers[request.id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_configs import write_tiny
 
+from dayzero.cache.layout import lay_out
 from dayzero.engine.request import NewRequest, SamplingParams
-from dayzero.errors import MachineError
-from tests.cpu.engine_support import Engine, ask, prompt_ids
+from tests.cpu.engine_support import Engine, ask, least_slabs, prompt_ids
 
 FAMILIES = ("qwen3_5", "gpt_oss")  # states beside rows; windows with sinks beside rows
 TRUNKS = [prompt_ids(40, seed) for seed in range(2)]  # what prompts share
@@ -77,7 +78,7 @@ asked = st.builds(
 
 
 @st.composite
-def engines(draw: st.DrawFn) -> dict[str, object]:
+def engines(draw: st.DrawFn) -> dict[str, Any]:
     running = draw(st.integers(1, 5))
     return {
         "max_running": running,
@@ -101,7 +102,7 @@ def requests_of(work: list[Asked]) -> list[NewRequest]:
     return out
 
 
-def check(model: Model, work: list[Asked], config: dict[str, object], spare: int) -> None:
+def check(model: Model, work: list[Asked], config: dict[str, Any], spare: int) -> None:
     requests = requests_of(work)
     engine = tight_engine(model, config, max(len(r.prompt) + (r.params.max_tokens or 0) for r in requests), spare)
     before = engine.manager.sums()
@@ -121,17 +122,13 @@ def check(model: Model, work: list[Asked], config: dict[str, object], spare: int
     assert engine.manager.sums() == before
 
 
-def tight_engine(model: Model, config: dict[str, object], tokens: int, spare: int) -> Engine:
+def tight_engine(model: Model, config: dict[str, Any], tokens: int, spare: int) -> Engine:
     """With the least pool that takes a sequence of that many tokens, and ``spare`` slabs more."""
-    slab_bytes = Engine(model.folder, page_tokens=config["page_tokens"], pool_bytes=1 << 20).runner.layout.slab_bytes
-    for slabs in range(1, 1000):
-        try:
-            engine = Engine(model.folder, **{**config, "pool_bytes": slabs * slab_bytes})  # type: ignore[arg-type]
-        except MachineError:
-            continue
-        if engine.runner.info.max_model_len >= tokens:
-            return Engine(model.folder, **{**config, "pool_bytes": (slabs + spare) * slab_bytes})  # type: ignore[arg-type]
-    raise AssertionError("no pool holds a sequence of that length")
+    layout = lay_out(model.lone.runner._ready.model.spec.cache(), dtype="f32", page_tokens=config["page_tokens"])
+    pool_bytes = (least_slabs(layout, tokens) + spare) * layout.slab_bytes
+    engine = Engine(model.folder, **{**config, "pool_bytes": pool_bytes})
+    assert engine.runner.info.max_model_len >= min(tokens, 256), "what fits is what is promised"
+    return engine
 
 
 work = st.lists(asked, min_size=1, max_size=6)
@@ -140,12 +137,12 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 @settings(max_examples=8, suppress_health_check=CHECKS)
 @given(work=work, config=engines(), spare=st.integers(0, 12))
-def test_random_work(model: Model, work: list[Asked], config: dict[str, object], spare: int) -> None:
+def test_random_work(model: Model, work: list[Asked], config: dict[str, Any], spare: int) -> None:
     check(model, work, config, spare)
 
 
 @pytest.mark.slow
 @settings(max_examples=200, suppress_health_check=CHECKS)
 @given(work=work, config=engines(), spare=st.integers(0, 12))
-def test_much_random_work(model: Model, work: list[Asked], config: dict[str, object], spare: int) -> None:
+def test_much_random_work(model: Model, work: list[Asked], config: dict[str, Any], spare: int) -> None:
     check(model, work, config, spare)

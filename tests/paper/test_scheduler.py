@@ -136,7 +136,7 @@ test_many_aborts = pytest.mark.slow(MANY(given(engines(), loads(), st.data())(lo
 
 
 def test_what_was_restored_and_then_lost_counts_as_computed_again() -> None:
-    """"low" begins with 40 cached tokens and is thrown out; its pages are evicted, and it computes them itself."""
+    """One begins with 40 cached tokens and is thrown out; its pages are evicted, and it computes them itself."""
     layout = LAYOUTS["dense", 4]
     driver = Driver(layout, least_slabs(layout, 100), max_model_len=100, max_running=2)
     driver.add(request("first", prompt(41, 1), max_tokens=1, ignore_eos=True))
@@ -390,6 +390,28 @@ def test_a_late_stop_drops_the_row_in_flight() -> None:
     counters = driver.scheduler.counters()
     assert counters["dropped_tokens"] == 1
     assert counters["generated_tokens"] == len(driver.tokens("a")) + 1  # the stop token itself
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("kind", ["dense", "window"])
+def test_what_the_dropped_row_computed_is_found_by_the_next_turn(kind: str) -> None:
+    """A conversation goes on behind the stop token, whose page only the dropped row could fill."""
+    layout = LAYOUTS[kind, 4]
+    model, params = Driver(layout, 20).machine.model, request("", [0]).params
+    for seed in itertools.count():
+        answer, finish = model.answer(prompt(7, seed), params, STOP_IDS)
+        if finish == "stop" and (7 + len(answer) + 1) % 4 == 0:
+            break
+    driver = Driver(layout, 40)
+    driver.add(request("a", prompt(7, seed)))
+    driver.run()
+    stop_id = driver.outputs["a"][-1].stop_id
+    assert driver.scheduler.counters()["dropped_tokens"] == 1 and stop_id is not None
+    turn = [*prompt(7, seed), *answer, stop_id]
+    driver.add(request("b", [*turn, 9, 9]))
+    driver.run()
+    assert driver.outputs["b"][0].cached == len(turn)
+    driver.check_answer("b")
     driver.check_idle()
 
 
