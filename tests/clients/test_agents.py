@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.clients.service import Service, program, run
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -16,6 +18,11 @@ def output(service: Service, name: str, folder: Path) -> Any:
     """What a program printed last."""
     command = [program("agents", "python"), str(PROGRAMS / name), f"{service.address}/v1"]
     return json.loads(run(command, folder, SECONDS).splitlines()[-1])
+
+
+def test_a_client_that_is_missing_fails() -> None:
+    with pytest.raises(AssertionError, match=r"make_venvs\.py nobody"):
+        program("nobody", "python")
 
 
 def test_langchain(service: Service, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class Engine:
 
 
 def least_slabs(layout: Layout, tokens: int) -> int:
-    """Slabs of the least pool in which a sequence of that many tokens is served, working state and snapshot included."""
+    """Slabs of the least pool in which a sequence of that many tokens is served, with its state and a snapshot."""
     least = max(1, len(layout.token_groups)) + -(-2 * layout.state_footprint // layout.slab_bytes)
     return next(n for n in range(least, 10_000) if CacheManager(layout, n).why_never(tokens) is None)
 
