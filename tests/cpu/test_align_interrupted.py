@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,10 @@ def started(folder: Path, oracle: str, tmp_path: Path, *more: str) -> tuple[subp
     environment = os.environ | {
         "TMPDIR": str(tmp_path / "scratch"), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # Tests that run in a shell's background have SIGINT ignored, and a child would inherit that.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    running = subprocess.Popen(command, env=environment, text=True, preexec_fn=listening, **pipes)
     until = time.monotonic() + 120
     while not (mark.exists() and mark.read_text()) and running.poll() is None and time.monotonic() < until:
         time.sleep(0.05)

@@ -201,7 +201,9 @@ def test_a_schema_holds_in_company_and_over_preemption(tiny: Tiny, temperature: 
     """Random weights write any JSON the schema allows, and nothing else; alone and together the same."""
     schema = {
         "type": "object", "required": ["a", "b"], "additionalProperties": False,
-        "properties": {"a": {"enum": ["the", "ab", 12, None]}, "b": {"type": "array", "maxItems": 2, "items": {"type": "boolean"}}},
+        "properties": {
+            "a": {"enum": ["the", "ab", 12, None]}, "b": {"type": "array", "maxItems": 2, "items": {"type": "boolean"}},
+        },
     }  # fmt: skip
     grammar = Grammar(kind="json_schema", text=json.dumps(schema))
     blanks = {i: -100.0 for i in range(270) if not small_tokenizer().decode([i]).strip()}  # JSON allows any number

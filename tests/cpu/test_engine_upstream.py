@@ -27,6 +27,7 @@ class Upstream(Engine):
         launch = LaunchSpec(source=str(source), config=EngineConfig(**options), executor="upstream")
         self.runner = executor_of(launch, lambda loaded, total: None)
         self.runner.load()
+        self._logits = {}
         self.loop = engine_loop(launch, self.runner)
         self.manager = self.loop._scheduler.manager
 
