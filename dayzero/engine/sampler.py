@@ -16,6 +16,7 @@ from dayzero.engine.request import SamplingParams
 from dayzero.engine.step import TokenLogprobs
 
 NEVER = float("-inf")
+MOST = torch.finfo(torch.float32).max
 FIRST_CANDIDATES = 1024  # of a nucleus; a flatter distribution is sorted whole
 _MASK = (1 << 64) - 1
 
@@ -60,7 +61,8 @@ def shape_logits(logits_V: Tensor, slot: SlotState, index: int) -> None:
     if p.repetition_penalty != 1.0 and slot.known:
         seen = torch.tensor(slot.known, dtype=torch.int64).unique()
         values = logits_V[seen]
-        logits_V[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        scaled = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        logits_V[seen] = scaled.clamp(max=MOST)  # an infinite logit has no softmax
     generated = slot.known[slot.prompt_tokens :]
     if (p.presence_penalty or p.frequency_penalty) and generated:
         ids, counts = torch.tensor(generated, dtype=torch.int64).unique(return_counts=True)
@@ -89,7 +91,8 @@ def draw(logits_V: Tensor, params: SamplingParams, chance: float) -> int:
     """
     if params.temperature == 0:
         return int(logits_V.argmax())
-    scaled_V = logits_V.double() / params.temperature
+    wide_V = logits_V.double()  # less the largest: divided by a tiny temperature, only the others may become infinite
+    scaled_V = (wide_V - wide_V.amax()) / params.temperature
     if not (params.top_k or params.top_p < 1.0 or params.min_p):
         return _pick(torch.softmax(scaled_V, dim=-1), chance)
     ids, shares = _candidates(scaled_V, params)

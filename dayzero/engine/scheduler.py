@@ -245,7 +245,7 @@ class Scheduler:
             seq.flights -= 1
             self._counters["recomputed_tokens"] += seq.retire(row)
             if seq.finish is not None:
-                self._drop(seq, row)
+                self._drop(seq, row, got)
             else:
                 output = self._commit_row(seq, row, got, now)
                 if output is not None:
@@ -281,11 +281,11 @@ class Scheduler:
         self._counters["grammar_failures"] += 1
         return seq.ended("error", now, error=("grammar", why))
 
-    def _drop(self, seq: Sequence, row: Row) -> None:
+    def _drop(self, seq: Sequence, row: Row, got: RowResult) -> None:
         """A row that was in flight when its request ended: its token is nobody's. What it computed may be of use to
-        others, as far as the ids are known: not behind a token that was dropped itself."""
+        others, as far as the ids are known: not behind a token that was dropped itself, and not if it went bad."""
         self._counters["dropped_tokens"] += row.sample
-        if seq.finish != "error":
+        if seq.finish != "error" and got.bad is None:
             self.manager.retire(seq.id, row.start + row.count, seq.known)
 
     def take_outputs(self) -> list[Output]:

@@ -48,6 +48,7 @@ def create_app(engine: Engine, chat: ChatService | None, config: ServerConfig) -
         exception_handlers={HTTPException: _http_error(config, _methods(routes)), Exception: _bug(config)},
     )
     app.state.server = state
+    app.router.redirect_slashes = False  # to an address made of the client's own Host header
     app.add_middleware(_Counted, state=state, routes=routes)
     return app
 

@@ -101,13 +101,11 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(self._state, Request(scope, receive), self._route)
-        self._state.enter()
         try:
             await self._run(call, scope, receive, send)
         except ClientDisconnect:
             call.status = CLIENT_GONE
         finally:
-            self._state.leave()
             self._close(call)
 
     async def _run(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,6 +122,7 @@ class Endpoint:
         except UserError as error:
             await self._refused(call, error)(scope, receive, answering)
             return
+        self._state.enter()  # not before: draining does not wait for a body that never comes
         work = asyncio.create_task(self._answer(call, scope, receive, answering))
         gone = asyncio.create_task(_until_gone(receive))
         try:
@@ -135,6 +134,7 @@ class Endpoint:
             gone.cancel()
             work.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
+            self._state.leave()
 
     async def _read(self, call: Call) -> None:
         """Check the key, read and check the body."""
@@ -198,7 +198,9 @@ def _check_key(request: Request, keys: tuple[str, ...]) -> None:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         given = request.headers.get("x-api-key", "")
-    right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+    # Headers are bytes, and read as Latin-1; clients send a key beyond ASCII in that or in UTF-8.
+    forms = [given.strip().encode(form) for form in ("latin-1", "utf-8")]
+    right = [hmac.compare_digest(sent, key.encode()) for key in keys for sent in forms]
     if not any(right):
         raise ApiError(
             401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",

@@ -13,15 +13,19 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.client import AsyncEngine
 from dayzero.errors import EngineDead, MachineError, UsageError
+from dayzero.server.errors import ApiError
 
 POLL_SECONDS = 0.2
+MAX_HEAD_BYTES = 1 << 18  # request line and headers
 GRACE_SECONDS = 5.0  # for connections that are still open when all answers have been given
 
 
@@ -31,6 +35,37 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class Http(HttpToolsProtocol):
+    """Bounds what comes before a body: the parser joins pieces of a header one by one, and a single long header would
+    hold up all other clients. What is no HTTP is answered in the API's words too."""
+
+    _head_bytes: int | None = 0  # of the head that is being read; None: a body is
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_bytes is not None and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, b"Request Header Fields Too Large", "the request's headers are too long.")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, b"Bad Request", "this is not a valid HTTP request.")
+
+    def _refuse(self, status: int, reason: bytes, sentence: str) -> None:
+        body = msgspec.json.encode(ApiError(status, sentence).body("openai"))
+        head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (status, reason, len(body)) + body)
+        self.transport.close()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -65,7 +100,9 @@ async def serve(
 ) -> None:
     """Serve until a signal comes, then drain. Errors: those of loading the model; EngineDead when the engine ended for
     good while serving. on_loading: bytes read so far and in all."""
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75))
+    server = _Server(
+        uvicorn.Config(app, http=Http, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75)
+    )
     asked = _signals()
     http = asyncio.create_task(server.serve(sockets=[listening]))
     try:

@@ -85,6 +85,9 @@ def sampling_params(fields: SamplingFields, asked: Asked, defaults: Defaults) ->
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
     if stop and fields.min_tokens:
         raise bad("min_tokens cannot be held together with stop strings; use stop_token_ids.", "min_tokens")
+    bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+    if len(bias) < len(fields.logit_bias or {}):
+        raise bad("logit_bias names one token id in two ways, as 5 and 05; give each once.", "logit_bias")
     return msgspec.structs.replace(
         defaults.params,
         **given,
@@ -97,7 +100,7 @@ def sampling_params(fields: SamplingFields, asked: Asked, defaults: Defaults) ->
         ignore_eos=bool(fields.ignore_eos),
         include_stop=bool(fields.include_stop_str_in_output),
         skip_special_tokens=fields.skip_special_tokens is not False,
-        logit_bias={int(token): value for token, value in (fields.logit_bias or {}).items()},
+        logit_bias=bias,
         logprobs=asked.logprobs,
         prompt_logprobs=fields.prompt_logprobs,
         grammar=asked.grammar,

@@ -47,7 +47,12 @@ def load(defines: tuple[str, ...], cache: Path | None = None) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(prefix="dayzero-") as private:
             return ctypes.CDLL(str(compile_into(Path(private) / name, compiler, runtime, flags)))
     path = folder / name
-    return ctypes.CDLL(str(path if path.exists() else compile_into(path, compiler, runtime, flags)))
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            pass  # cut short, as when the machine went down behind the rename: made again
+    return ctypes.CDLL(str(compile_into(path, compiler, runtime, flags)))
 
 
 def find_compiler() -> str:
