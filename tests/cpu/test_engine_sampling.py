@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dayzero.engine.request import Grammar, SamplingParams
 from dayzero.engine.sampler import uniform
-from tests.cpu.engine_support import Engine, ask, prompt_ids
+from tests.cpu.engine_support import Engine, ask, least_slabs, prompt_ids
 from tests.paper.small_tokenizer import small_tokenizer, small_tokenizer_json
 
 EOS = 2  # of the tiny models
@@ -210,11 +210,14 @@ def test_a_schema_holds_in_company_and_over_preemption(tiny: Tiny, temperature: 
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, grammar=grammar, logit_bias=blanks)
     prompts = {str(i): prompt_ids(10 + i, i) for i in range(4)}
     alone = {name: tiny.engine.one(prompt, params) for name, prompt in prompts.items()}
-    slab_bytes = tiny.engine.runner.layout.slab_bytes
-    tight = Engine(tiny.folder, page_tokens=16, max_model_len=96, pool_bytes=8 * slab_bytes)
+    layout = tiny.engine.runner.layout
+    pool_bytes = (least_slabs(layout, 96) + 2) * layout.slab_bytes
+    tight = Engine(tiny.folder, page_tokens=16, max_model_len=96, pool_bytes=pool_bytes)
     answers = tight.run([ask(name, prompt, params) for name, prompt in prompts.items()])
     for name, answer in answers.items():
         assert answer.tokens == alone[name].tokens and answer.finish == "stop", name
         value = json.loads(small_tokenizer().decode(answer.tokens))
         assert set(value) == {"a", "b"} and value["a"] in ("the", "ab", 12, None)
         assert len(value["b"]) <= 2 and all(isinstance(item, bool) for item in value["b"])
+    if not layout.state_groups:  # there a snapshot more is what is to spare
+        assert tight.loop.progress().counters["preemptions"]
