@@ -21,6 +21,7 @@ import torch
 from tiny_configs import write_tiny
 from torch import Tensor
 
+from dayzero.cache.layout import lay_out
 from dayzero.engine.request import Grammar, SamplingParams
 from dayzero.engine.sampler import uniform
 from tests.cpu.engine_support import Engine, ask, least_slabs, prompt_ids
@@ -207,12 +208,12 @@ def test_a_schema_holds_in_company_and_over_preemption(tiny: Tiny, temperature: 
     }  # fmt: skip
     grammar = Grammar(kind="json_schema", text=json.dumps(schema))
     blanks = {i: -100.0 for i in range(270) if not small_tokenizer().decode([i]).strip()}  # JSON allows any number
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, grammar=grammar, logit_bias=blanks)
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=44, grammar=grammar, logit_bias=blanks)
     prompts = {str(i): prompt_ids(10 + i, i) for i in range(4)}
     alone = {name: tiny.engine.one(prompt, params) for name, prompt in prompts.items()}
-    layout = tiny.engine.runner.layout
-    pool_bytes = (least_slabs(layout, 96) + 2) * layout.slab_bytes
-    tight = Engine(tiny.folder, page_tokens=16, max_model_len=96, pool_bytes=pool_bytes)
+    layout = lay_out(tiny.engine.runner._ready.model.spec.cache(), dtype="f32", page_tokens=4)
+    pool_bytes = least_slabs(layout, 58) * layout.slab_bytes
+    tight = Engine(tiny.folder, page_tokens=4, pool_bytes=pool_bytes)
     answers = tight.run([ask(name, prompt, params) for name, prompt in prompts.items()])
     for name, answer in answers.items():
         assert answer.tokens == alone[name].tokens and answer.finish == "stop", name
