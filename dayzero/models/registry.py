@@ -147,7 +147,8 @@ def find(config: Mapping[str, Any], recipe: str | None = None, names: Iterable[s
         faults = "; ".join(trait_faults(alike[0].traits, config))
         why = f"{sorted(declared)[0]} is {alike[0].name}'s name, but the traits differ: {faults}"
     else:
-        why = f"no recipe knows {', '.join(sorted(declared)) or 'no architectures'}"
+        said = ", ".join(sorted(declared))
+        why = f"no recipe knows {said}" if said else "the config names no architectures that a recipe knows"
     part = f" for its {nearest.reading.part}" if nearest.reading.part else ""
     return Match(None, nearest, f"{why}; the nearest known family{part} is {nearest.name}, {nearest.said()}")
 

@@ -364,3 +364,14 @@ def test_an_unknown_model_takes_no_longer_than_a_second(tmp_path: Path) -> None:
     start = time.process_time()
     assert fails(run(tmp_path, config))
     assert time.process_time() - start < 1
+
+
+def test_what_tools_write_beside_the_model_is_no_operator_to_build(tmp_path: Path) -> None:
+    """Libraries and hubs leave such keys in config.json; none of them changes a forward pass."""
+    extra = {
+        "_commit_hash": "0a1b", "license": "mit", "library_name": "x", "tags": ["a"], "base_model": "b",
+        "unsloth_version": "1", "transformers_weights": "w", "num_labels": 3, "keys_to_ignore_at_inference": ["p"],
+    }  # fmt: skip
+    said = run(tmp_path / "m", nova("smollm2_135m") | extra).to_json()
+    assert said["operators"]["build"] == [] and set(extra) <= set(said["config"]["ignored"])
+    assert not set(extra) & set(said["config"]["unread"])
