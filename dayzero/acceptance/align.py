@@ -21,7 +21,6 @@ import torch
 from dayzero.acceptance import ladder as text
 from dayzero.acceptance.compare import Logits, compare_logits, free_bound
 from dayzero.acceptance.findings import all_findings, first_diverging
-from dayzero.acceptance.memory import available_bytes, peak_rss_bytes
 from dayzero.acceptance.oracle import choose, run_oracle
 from dayzero.acceptance.prompt import Ids, is_paper, is_twin, token_ids
 from dayzero.acceptance.taken import Taken
@@ -34,6 +33,7 @@ from dayzero.console import Console, ProgressFactory, duration_text, no_progress
 from dayzero.errors import UsageError
 from dayzero.finding import Finding, Verdict, worst
 from dayzero.ops.catalog import CATALOG, Catalog
+from dayzero.planner.memory import available_bytes, peak_rss_bytes
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,6 @@ class ChatEncoding(Protocol):
         """A client's grammar (response_format and the like), made to begin where the answer's content begins."""
 
 
-# Publishers' encoders in Python, which are never run.
-ENCODER_FILES = ("encoding_*.py", "encoding/*.py", "*/encoding_*.py", "chat_encoding*.py", "chat_format*.py")
 # Families whose format is encoded here. A template in the folder goes before the encoder only when it writes another
 # format (the DSML family's first member did, and so do finetuned models); of the same format it is a copy, and copies
 # of these two have been wrong.
@@ -98,7 +96,7 @@ def choose(
     format; the folder's template. Errors: CheckpointError for a damaged file.
     """
     from dayzero.chat.families import recognise
-    from dayzero.chat.template import find_template, special_tokens
+    from dayzero.chat.template import ENCODER_FILES, find_template, special_tokens
     from dayzero.chat.template_encoding import TemplateEncoding
 
     if tokenizer is None:

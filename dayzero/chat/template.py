@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from dayzero.chat.sandbox import BoundedSandbox
 
+# Where publishers keep a chat format as code, which is never run.
+ENCODER_FILES = ("encoding_*.py", "encoding/*.py", "*/encoding_*.py", "chat_encoding*.py", "chat_format*.py")
 # What a template's own expressions can come to, besides what Jinja itself says.
 TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 

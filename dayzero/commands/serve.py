@@ -123,8 +123,4 @@ class _Shown:
         rows = dict(info.table) | dict(self._chat.table())
         self._console.table("", ("", ""), list(rows.items()))
         self._console.line(f"ready: {self._address}/v1 serves {', '.join(self._config.served_names)}")
-        import msgspec
-
-        self._console.emit_json(
-            {"address": self._address, "served": self._config.served_names, "info": msgspec.to_builtins(info)}
-        )
+        self._console.emit_json({"address": self._address, "served": self._config.served_names, "info": info})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from dayzero.ops.bind import bound_uses, load_entry_points
 from dayzero.ops.catalog import REFERENCE
 from dayzero.planner.bindings import choose
 from dayzero.planner.detect import detect
+from dayzero.planner.memory import available_bytes
 from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from dayzero.units import bytes_text, counted
 
@@ -80,7 +80,7 @@ def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec) -> int:
     else:
         longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
         full = config.max_running * (longest * layout.token_bytes + layout.window_bytes + 2 * layout.state_footprint)
-        size = min(int(POOL_SHARE * _free_bytes()), MOST_POOL_BYTES, max(full, 64 * layout.slab_bytes))
+        size = min(int(POOL_SHARE * available_bytes()), MOST_POOL_BYTES, max(full, 64 * layout.slab_bytes))
     least = layout.slab_bytes * max(1, len(layout.token_groups)) + 2 * layout.state_footprint
     if size < least:
         raise MachineError(
@@ -88,10 +88,6 @@ def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec) -> int:
             "free memory."
         )
     return size // layout.slab_bytes
-
-
-def _free_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _info(

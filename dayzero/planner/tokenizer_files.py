@@ -14,6 +14,7 @@ import msgspec
 
 from dayzero.chat.families import recognise
 from dayzero.chat.stops import END_OF_TURN, SAMPLING
+from dayzero.chat.template import ENCODER_FILES
 from dayzero.checkpoint.config_json import read_object
 from dayzero.checkpoint.source import Source
 from dayzero.errors import CheckpointError
@@ -25,7 +26,6 @@ TOKENIZERS = (
     ("tokenizer.model", "sentencepiece"), ("spiece.model", "sentencepiece"), ("vocab.json", "vocab.json + merges.txt"),
     ("tekken.json", "tekken"),
 )  # fmt: skip
-ENCODERS = ("encoding_*.py", "encoding/*.py", "*/encoding_*.py", "chat_encoding*.py", "chat_format*.py")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "additional_chat_templates/*.jinja")
 MAX_TOKENIZER_BYTES = 256 * MIB
 
@@ -197,7 +197,7 @@ def _read_chat(source: Source, settings: Mapping[str, Any], out: TokenizerFiles)
                     out.findings.append(
                         Finding("chat.template", "tokenizer+template", "fail", str(error), evidence=(file,))
                     )
-    encoders = sorted({f for pattern in ENCODERS for f in fnmatch.filter(source.files(), pattern)})
+    encoders = sorted({f for pattern in ENCODER_FILES for f in fnmatch.filter(source.files(), pattern)})
     kind = "encoder" if encoders else "template" if places else "none"
     out.chat = {"kind": kind, "templates": list(places), "encoders": encoders}
     beside = places.get("chat_template.jinja")

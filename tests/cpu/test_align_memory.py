@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dayzero.acceptance.memory import available_bytes
+from dayzero.planner.memory import available_bytes
 
 FREE = "MemTotal: 16384 kB\nMemFree: 1024 kB\nMemAvailable: 8192 kB\n"
 V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"

@@ -230,7 +230,7 @@ def test_a_bound_variant_gets_whole_tensors(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys, torch
-from dayzero.acceptance.memory import peak_rss_bytes
+from dayzero.planner.memory import peak_rss_bytes
 from dayzero.blocks.local_cache import LocalCache
 from dayzero.blocks.moe import stacked_experts
 from dayzero.blocks.open import open_model

@@ -191,7 +191,7 @@ def test_an_alignment_is_the_same_to_the_bit(name: str, tmp_path: Path, monkeypa
 
 PROGRAM = """
 import sys, torch
-from dayzero.acceptance.memory import peak_rss_bytes
+from dayzero.planner.memory import peak_rss_bytes
 from dayzero.blocks.local_cache import LocalCache
 from dayzero.blocks.open import open_model
 from dayzero.blocks.stack import Stack, vocabulary_matrices
