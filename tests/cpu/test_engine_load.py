@@ -98,3 +98,13 @@ def test_an_engine_reads_from_an_object_store(store: None, tmp_path: Path) -> No
     assert remote.run(request)["r"].tokens == local.run(request)["r"].tokens
     model = remote.runner._ready.model
     assert model.loader.bytes_read == sum(entry.nbytes for entry in model.index.entries.values())
+
+
+def test_the_default_pool_takes_half_of_what_may_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may be had is the machine's or the container's word, whichever is less (planner/memory)."""
+    write_tiny("llama", tmp_path)
+    launch = LaunchSpec(source=str(tmp_path), config=EngineConfig(dtype="float32"))
+    wide = load_model(launch)
+    slab = wide.layout.slab_bytes
+    monkeypatch.setattr("dayzero.engine.load.available_bytes", lambda: 40 * slab)
+    assert load_model(launch).num_slabs == 20 < wide.num_slabs
