@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Axis = Literal["tp", "ep", "pp", "cp", "dp"]
 
@@ -53,6 +56,33 @@ QUANTIZED_FORMATS = (
     NVFP4_MODELOPT, INT4_PACK,
 )  # fmt: skip
 FORMATS = {f.name: f for f in PLAIN_FORMATS + QUANTIZED_FORMATS}
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """A matrix [R, C], or a stack of them [E, R, C], in the 4 bits an element that a checkpoint stores.
+
+    codes: uint8 [..., R, C / 2], two e2m1 codes a byte, the first column in the low half. scales: uint8 [..., R, C / 32],
+    the exponents (e8m0, biased by 127) of groups along a row; none is NaN (255). Both may be views, of any strides.
+    Indexed by a number it gives that slice, by a slice these rows or matrices, as a tensor does.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.numel() + self.scales.numel()
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+    def __getitem__(self, number: int | slice) -> Mxfp4:
+        return Mxfp4(self.codes[number], self.scales[number])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,14 @@ class UsageError(UserError):
     exit_code = 2
 
 
+class FieldError(UsageError):
+    """A request is wrong in one of its fields. field: its name, as ``messages[2].role`` or ``top_p``."""
+
+    def __init__(self, field: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.field = field
+
+
 class CheckpointError(UserError):
     """The checkpoint failed a check: damaged, incomplete, or contradicting itself."""
 

@@ -77,6 +77,20 @@ class Paged:
         blocks = self.table[span.row, : -(-length // self.page)].long()
         return self.rows[blocks].flatten(0, 1)[:length], first
 
+    def part(self, span: Span, begin: int, end: int) -> Tensor:
+        """Records [end - begin, *need.shape] of positions [begin, end) of the span's sequence. A copy."""
+        first = int(self.first[span.row])
+        assert first <= begin <= end, f"row {span.row} holds positions from {first} on, not {begin}"
+        page, skip = (begin - first) // self.page, (begin - first) % self.page
+        blocks = self.table[span.row, page : -(-(end - first) // self.page)].long()
+        return self.rows[blocks].flatten(0, 1)[skip : skip + end - begin]
+
+    def take(self, span: Span, positions: Tensor) -> Tensor:
+        """Records [*positions.shape, *need.shape] at int64 positions of the span's sequence. A copy."""
+        places = positions - int(self.first[span.row])
+        blocks = self.table[span.row].long()[places // self.page]
+        return self.rows[blocks, places % self.page]
+
 
 class TokenStore(Protocol):
     """Per-token records of one cache need, e.g. KV rows. What is read and written where is in the view."""
@@ -103,12 +117,20 @@ class StateStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Inserted:
+    """Rows [N, D] of an image that stand in the place of the embeddings of the packed tokens from ``first`` on."""
+
+    first: int
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepView:
     """tokens [T] int64; positions [T] or [3, T] int64; spans in packed order, covering [0, T) exactly once.
 
     query_start [R+1], start [R] int32: the spans as the device knows them. stores: cache need name -> store. where:
     cache group -> where its records lie. scratch: what one layer leaves for a later one in the same step (shared top-k
-    indices), by name; emptied between steps.
+    indices), by name; emptied between steps. inserted: rows of images in place of embeddings; none overlap.
     """
 
     tokens: Tensor
@@ -119,6 +141,7 @@ class StepView:
     stores: Mapping[str, TokenStore | StateStore]
     where: Mapping[str, Where]
     scratch: dict[str, object]
+    inserted: tuple[Inserted, ...] = ()
 
     @property
     def num_single(self) -> int:

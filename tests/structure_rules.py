@@ -54,19 +54,24 @@ PAPER_FILES = {
     "engine/demand.py",
     "engine/events.py",
     "engine/live.py",
+    "engine/media.py",
     "engine/packer.py",
     "engine/request.py",
+    "engine/residency.py",
     "engine/scheduler.py",
     "engine/sequence.py",
     "engine/step.py",
     "ops/__init__.py",
     "ops/catalog.py",
+    "ops/experts_sizes.py",
     "parallel/__init__.py",
     "parallel/cut.py",
     "parallel/mesh.py",
 }
 # The only files of a paper room that hold tensors.
-DEVICE_FILES = {"checkpoint/dequant.py", "checkpoint/lazy.py", "checkpoint/statistics.py", "checkpoint/stream.py"}
+DEVICE_FILES = {
+    f"checkpoint/{name}.py" for name in ("building", "dequant", "lazy", "statistics", "stream")
+}  # fmt: skip
 # planner/detect asks the machine what it has; the package's own names (LLM) load their modules when first used.
 LATE_IMPORT_ALLOWED = {"planner/detect.py", "__init__.py"}
 DEVICE_PACKAGES = {"torch", "triton", "transformers", "compressed_tensors", "accelerate"}

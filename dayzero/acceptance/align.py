@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dayzero.acceptance import ladder as text
 from dayzero.acceptance.compare import Logits, compare_logits, free_bound
 from dayzero.acceptance.findings import all_findings, first_diverging
 from dayzero.acceptance.oracle import choose, run_oracle
+from dayzero.acceptance.pictures import add_pictures, has_pictures
 from dayzero.acceptance.prompt import Ids, is_paper, is_twin, token_ids
 from dayzero.acceptance.taken import Taken
 from dayzero.acceptance.trace import Trace, add_meta, fingerprint
@@ -172,21 +174,29 @@ def _oracle_side(
     asked = options.tokens is not None or options.prompt is not None or options.num_tokens is not None
     if options.trace is not None:
         trace = Trace(Path(options.trace))
-        ids = token_ids(model, options.tokens, options.prompt, options.num_tokens) if asked else None
+        ids = _read_ids(model, options, has_pictures(trace))[0] if asked else None
         trace.check(mark, ids.tokens if ids else None)
         return trace, ids or Ids(trace.tokens, f"ids of {options.trace}")
     chosen = choose(model.recipe, options.oracle, options.allow_remote_code, model.config, model.source.files())
-    ids = token_ids(model, options.tokens, options.prompt, options.num_tokens)
+    ids, images = _read_ids(model, options, chosen.takes_images)
     made = Path(options.record) if options.record is not None else folder / "trace.safetensors"
     work = made.with_name(made.name + ".partial-run")
     try:
-        run_oracle(model, chosen, ids.tokens, work, options.threads, progress)
+        run_oracle(model, chosen, ids.tokens, work, options.threads, progress, images)
         facts = {"fingerprint": mark, "source": model.source.name, "aligned": aligned_word(model)}
         add_meta(work, {"model": facts})
         os.replace(work, made)
     finally:
         work.unlink(missing_ok=True)
     return Trace(made), ids
+
+
+def _read_ids(model: LoadedModel, options: AlignOptions, pictured: bool) -> tuple[Ids, tuple[Tensor, ...]]:
+    """The ids to read and the images among them. Into a given text or given ids no image is put."""
+    ids = token_ids(model, options.tokens, options.prompt, options.num_tokens)
+    if not pictured or model.spec.vision is None or options.tokens is not None or options.prompt is not None:
+        return ids, ()
+    return add_pictures(ids, model.spec.vision, model.spec.vocab)
 
 
 def aligned_word(model: LoadedModel) -> str:

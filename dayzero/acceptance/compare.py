@@ -96,6 +96,8 @@ def bound_at(spec: ModelSpec, site: str, num_tokens: int) -> Bound:
     parts = site.split(".")
     if site == "embed":
         return Bound(2 * UNIT, "a looked-up row is exact, a scale rounds once")
+    if parts[0] == "vision":
+        return _vision_bound(spec, parts)
     if parts[0] != "layers":
         return _bound(spec.dim, 2, "one norm and one product")
     layer = spec.layers[int(parts[1])]
@@ -106,6 +108,20 @@ def bound_at(spec: ModelSpec, site: str, num_tokens: int) -> Bound:
     if word == "channel":
         return _bound(max(mixer[0], channel[0]), mixer[1] + channel[1], f"{mixer[2]}, then {channel[2]}")
     return _bound(max(mixer[0], channel[0]), mixer[1] + channel[1], "mixer and channel together")
+
+
+def _vision_bound(spec: ModelSpec, parts: list[str]) -> Bound:
+    """The tower runs freely from the pixels on, so that every block adds its own error to those before it."""
+    tower = spec.vision
+    assert tower is not None
+    if parts[-1] == "embed":
+        return _bound(3 * tower.patch**2, 2, "pixels, one product, positions")
+    num_blocks = tower.layers if len(parts) == 1 else int(parts[2]) + 1
+    widest = max(tower.dim, tower.inner, tower.qkv_dim)
+    if len(parts) > 1:
+        return _bound(widest, 2 + 7 * num_blocks, f"{num_blocks} blocks of two norms, projections, scores, gelu")
+    merged = tower.dim * tower.merge**2
+    return _bound(max(widest, merged), 6 + 7 * num_blocks, f"{num_blocks} blocks, a norm, two products, a norm")
 
 
 def free_bound(spec: ModelSpec, num_tokens: int) -> Bound:

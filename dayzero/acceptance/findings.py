@@ -7,6 +7,7 @@ from typing import Any
 
 from dayzero.acceptance import ladder as text
 from dayzero.acceptance.compare import Logits
+from dayzero.acceptance.pictures import has_pictures
 from dayzero.acceptance.trace import Trace
 from dayzero.acceptance.walk import Ladder, SiteResult
 from dayzero.arch.spec import ModelSpec
@@ -43,12 +44,15 @@ def first_diverging(found: Ladder) -> str | None:
 
     A layer's index decides its mixer and stands before it; its experts stand between mixer and channel.
     """
-    rank = {"index": 0, "mixer": 1, "experts": 2, "channel": 3, "": 4}
+    rank = {"index": 0, "mixer": 1, "experts": 2, "channel": 3, "": 4, "carry": 5}
+    ends = 1 << 30
 
     def place(site: str) -> tuple[int, int]:
         parts = site.split(".")
+        if parts[0] == "vision":
+            return (-2, ends if len(parts) == 1 else -1 if parts[1] == "embed" else int(parts[2]))
         if parts[0] != "layers":
-            return ({"embed": -1, "final_norm": 1 << 30, "head": 1 << 31}[site], 0)
+            return ({"embed": -1, "final_norm": ends, "head": 2 * ends}[site], 0)
         return (int(parts[1]), rank[parts[2] if len(parts) > 2 else ""])
 
     bad = [s.site for s in found.sites if not s.passed] + [c.site for c in found.choices if not c.passed]
@@ -155,8 +159,9 @@ def _logits(logits: Logits, num_tokens: int) -> Finding:
 
 
 def _ledger(model: LoadedModel, trace: Trace, found: Ladder) -> Iterable[Finding]:
-    """Tensors that we use and the oracle never took, and outputs that it does not give."""
-    lost = sorted(set(trace.meta.get("unused") or ()) & model.coverage.used)
+    """Tensors that we use and the oracle never took, parts that ran on neither side, and outputs it does not give."""
+    idle = set() if has_pictures(trace) else _vision_tensors(model)
+    lost = sorted((set(trace.meta.get("unused") or ()) & model.coverage.used) - idle)
     yield Finding(
         "align.tensors",
         "weights",
@@ -169,6 +174,16 @@ def _ledger(model: LoadedModel, trace: Trace, found: Ladder) -> Iterable[Finding
         tuple(lost),
         LEDGER_REMEDY if lost else "",
     )
+    if idle:
+        yield Finding(
+            "align.vision",
+            "operator",
+            "note",
+            "the tokens are text alone: the vision tower ran on neither side and is not compared",
+            f"{len(idle)} tensors are not judged",
+            0,
+            remedy="Leave out what says which text to read, and take an oracle that is given images.",
+        )
     if found.unseen:
         yield Finding(
             "align.sites",
@@ -180,3 +195,13 @@ def _ledger(model: LoadedModel, trace: Trace, found: Ladder) -> Iterable[Finding
             tuple(found.unseen),
             "Name the module in the recipe's ORACLE, or emit the site in the plain forward.",
         )
+
+
+def _vision_tensors(model: LoadedModel) -> set[str]:
+    """Physical tensors that fill nothing but the vision tower and its projector."""
+    if model.spec.vision is None:
+        return set()
+    params = {decl.name for decl in model.spec.vision.params()}
+    pairs = zip(model.coverage.groups, model.coverage.sources, strict=True)
+    of_vision = [sources for group, sources in pairs if all(t.decl.name in params for t in group.targets)]
+    return {name for sources in of_vision for source in sources for _, name in source.parts}

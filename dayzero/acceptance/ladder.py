@@ -75,7 +75,9 @@ def oracle_text(oracle: Mapping[str, Any]) -> str:
 
 def _module(spec: ModelSpec, site: str) -> str:
     parts = site.split(".")
-    if len(parts) < 3:
+    if parts[0] == "vision":
+        return "vision tower"
+    if len(parts) < 3 or parts[2] == "carry":
         return "stream" if parts[0] == "layers" else ""
     layer = spec.layers[int(parts[1])]
     return mixer_word(layer.mixer) if parts[2] == "mixer" else channel_word(layer.channel)
@@ -106,6 +108,8 @@ def logit_rows(logits: Logits) -> list[tuple[str, ...]]:
 def hint(spec: ModelSpec, result: SiteResult) -> str:
     """What to look at when this module is the first that diverges, from its kind and from the first wrong token."""
     parts, first = result.site.split("."), result.distance.first_wrong
+    if parts[0] == "vision":
+        return _vision_hint(parts)
     if result.site == "embed":
         return "The embedding differs: look at the tensor it is filled from, its root, and an embedding scale."
     if result.site == "final_norm":
@@ -113,12 +117,20 @@ def hint(spec: ModelSpec, result: SiteResult) -> str:
     if result.site == "head":
         return "The head differs: look at whether it is tied to the embedding, and at logit scaling or capping."
     layer = spec.layers[int(parts[1])]
-    if len(parts) == 2:
+    if len(parts) == 2 or parts[2] == "carry":
         kind = "a residual scale, norms on outputs" if isinstance(layer.residual, Plain) else "the carry's other parts"
         return f"Mixer and channel agree but their sum does not: look at the order of the residual, {kind}."
     if parts[2] == "channel":
         return _channel_hint(layer.channel)
     return _mixer_hint(layer.mixer, first)
+
+
+def _vision_hint(parts: list[str]) -> str:
+    if parts[-1] == "embed":
+        return "Look at the mean and spread of pixels, the order within a patch, and how positions are stretched."
+    if len(parts) == 1:
+        return "The blocks agree and the rows do not: look at the order of merged patches, the projector and its gelu."
+    return "Look at which of row and column turns which pairs, the fused qkv's order, gelu's form, the norms' eps."
 
 
 def _mixer_hint(mixer: Mixer, first: int | None) -> str:

@@ -11,10 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from dayzero.acceptance.trace import Trace
 from dayzero.arch.channels import MoE
@@ -38,6 +41,12 @@ class Chosen:
     kind: Kind
     what: str
     modules: Oracle
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether it is the plain forward that the recipe names, and the recipe says that it takes images."""
+        named = self.modules
+        return named.images and named.file is not None and self.what == str(SCRIPTS / named.file)
 
     @property
     def name(self) -> str:
@@ -127,10 +136,17 @@ def places(modules: Oracle, spec: ModelSpec) -> dict[str, Any]:
 
 
 def run_oracle(
-    model: LoadedModel, chosen: Chosen, tokens: list[int], out: Path, threads: int | None, progress: ProgressFactory
+    model: LoadedModel,
+    chosen: Chosen,
+    tokens: list[int],
+    out: Path,
+    threads: int | None,
+    progress: ProgressFactory,
+    images: Sequence[Tensor] = (),
 ) -> Trace:
     """Run the oracle over ``tokens`` and return its trace, written to ``out`` (a temporary name until it is complete).
 
+    images: uint8 [height, width, 3], in the order of their placeholders, for an oracle that takes them.
     UsageError when the checkpoint is not on this machine; MachineError when a package is missing here; ModelError with
     the child's last words, and where its log is, when it stops.
     """
@@ -145,6 +161,11 @@ def run_oracle(
         ids = Path(folder) / "tokens.json"
         ids.write_text(json.dumps(tokens))
         command = [*_command(chosen, model.spec, Path(folder)), "--model", str(config.parent), "--tokens", str(ids)]
+        if images:
+            pixels = Path(folder) / "images"
+            pixels.mkdir()
+            save_file({f"images.{n}": image for n, image in enumerate(images)}, pixels / "images.safetensors")
+            command += ["--images", str(pixels)]
         command += ["--out", str(partial)] + ([] if threads is None else ["--threads", str(threads)])
         try:
             _run(command, chosen, len(model.spec.layers), progress, Path(folder) / "log")

@@ -2,7 +2,8 @@
 
 Sites: ``embed``; ``layers.{i}.mixer`` and ``.channel`` (outputs before the residual), ``layers.{i}`` (stream after the
 layer), ``layers.{i}.carry.{part}`` (further parts of the carry), ``layers.{i}.experts`` and ``.index`` (ids);
-``final_norm``; ``logits``. Values are float32, tokens first. ``dayzero_trace`` in the metadata holds a JSON object:
+``final_norm``; ``logits``. With images: ``images.{n}`` (pixels), ``vision.embed`` and ``vision.blocks.{i}`` (patches of
+all images), ``vision`` (rows). Values are float32, tokens first. ``dayzero_trace`` in the metadata holds a JSON object:
 version, tokens, dtype, oracle {kind, name, versions}, unused, num_unused, peak_rss_bytes, model {fingerprint, source,
 aligned}.
 """

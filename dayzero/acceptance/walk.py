@@ -5,18 +5,21 @@ one. Free: it reads our own stream, which gives logits. Chunked: the forced run 
 how much our own result moves with the shape of a step. Shaken: only where a discrete choice differs, with inputs moved
 by as much as rounding may move them; a choice that turns over by that is a tie and no fault.
 
+Images are encoded by our own tower, site by site, and the free run reads its rows; all else reads the oracle's.
+
 T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from dayzero.acceptance.compare import Bound, Choice, Distance, bound_at, compare_choices, distance
+from dayzero.acceptance.pictures import pictures_of, where
 from dayzero.acceptance.trace import Trace
 from dayzero.arch.mixers import MLA
 from dayzero.arch.spec import ModelSpec
@@ -24,7 +27,7 @@ from dayzero.blocks.local_cache import LocalCache
 from dayzero.blocks.residual import Carry, open_carry
 from dayzero.blocks.site import Bind, reference
 from dayzero.blocks.stack import Stack
-from dayzero.view import StepView
+from dayzero.view import Inserted, StepView
 
 CHUNK_TOKENS = 7
 NUM_SHAKES = 8
@@ -118,9 +121,11 @@ class Walk:
 
     def steps(self) -> Iterator[str]:
         """Do the work; yields the name of each piece when it is done. ``ladder`` is complete at the end."""
+        ours, oracles = self._images()
         self._seen = {}
-        free = self.stack.open(self._free)
+        self.stack.open(replace(self._forced, inserted=oracles))
         self._compare("embed", self._seen["embed"], self._seen["embed"], None)
+        free = self.stack.open(replace(self._free, inserted=ours))
         yield "embed"
         for number in range(len(self.spec.layers)):
             free = self._layer(number, free)
@@ -128,9 +133,28 @@ class Walk:
         self._close(free)
         yield "head"
 
+    def _images(self) -> tuple[tuple[Inserted, ...], tuple[Inserted, ...]]:
+        """The rows of all images, by our tower and by the oracle's, after comparing ours site by site."""
+        pictures, tower = pictures_of(self.trace), self.spec.vision
+        if not pictures or tower is None:
+            return (), ()
+        rows: list[Tensor] = []
+        parts: dict[str, list[Tensor]] = {}
+        for pixels in pictures:
+            self._seen = {}
+            rows.append(self.stack.encode_image(pixels))
+            for site, value in self._seen.items():
+                parts.setdefault(site, []).append(value)
+        for site, values in parts.items():
+            if self._has(site):
+                self._compare(site, torch.cat(values), torch.cat(values), None)
+        places = where(self.tokens, tower, pictures)
+        theirs = self.trace.get("vision").split([count for _, count in places])
+        return _inserted(places, rows), _inserted(places, theirs)
+
     def _layer(self, number: int, free: Carry) -> Carry:
         carry = self._oracle_carry(number)
-        _, forced = self._run(number, carry, self._forced)
+        after, forced = self._run(number, carry, self._forced)
         chunked = self._run_chunks(number, carry)
         keep_T = torch.ones(len(self.tokens), dtype=torch.bool)
         name = f"layers.{number}"
@@ -144,6 +168,9 @@ class Walk:
                 ties = self._ties(number, carry, site, choice) if choice.differing else ()
                 self.ladder.choices.append(ChoiceResult(site, choice, ties))
                 keep_T[list(choice.differing)] = False  # what follows a choice cannot be compared where it differs
+        for part in self._other_parts(number):
+            if self._has(f"{name}.carry.{part}"):
+                self._compare(f"{name}.carry.{part}", after[part], after[part], keep_T)
         free, seen = self._run(number, free, self._free)
         self._note_free(name, seen)
         return free
@@ -163,10 +190,7 @@ class Walk:
         """What the oracle had in front of layer ``number``."""
         if number == 0:
             return open_carry(self.spec.layers[0].residual, self.trace.get("embed"))
-        main, *others = [part.name for part in self.spec.layers[number].residual.carry()]
-        before = f"layers.{number - 1}"
-        parts = {main: self.trace.get(before)}
-        return Carry(parts | {name: self.trace.get(f"{before}.carry.{name}") for name in others})
+        return self._oracle_carry_after(number - 1)
 
     def _run_chunks(self, number: int, carry: Carry) -> Sites:
         seen: list[Sites] = []
@@ -205,7 +229,7 @@ class Walk:
                 self.ladder.exact_tokens = min([self.ladder.exact_tokens, *differing])
 
     def _close(self, free: Carry) -> None:
-        last = self._oracle_carry_after()
+        last = self._oracle_carry_after(len(self.spec.layers) - 1)
         self._seen = {}
         again = torch.cat([self.stack.close(_rows(last, at, view)) for at, view in self._chunks])
         hidden = self.stack.close(last)
@@ -216,11 +240,19 @@ class Walk:
         measured = distance(forced, self.trace.get("logits"), None, bound.value)
         self.ladder.sites.append(SiteResult("head", measured, bound, 0.0))
 
-    def _oracle_carry_after(self) -> Carry:
-        number = len(self.spec.layers) - 1
-        main, *others = [part.name for part in self.spec.layers[number].residual.carry()]
-        name = f"layers.{number}"
-        return Carry({main: self.trace.get(name)} | {o: self.trace.get(f"{name}.carry.{o}") for o in others})
+    def _other_parts(self, number: int) -> list[str]:
+        """Parts of the carry behind the main one."""
+        return [part.name for part in self.spec.layers[number].residual.carry()][1:]
+
+    def _oracle_carry_after(self, number: int) -> Carry:
+        """What the oracle had behind layer ``number``."""
+        main, name = self.spec.layers[number].residual.carry()[0].name, f"layers.{number}"
+        others = {part: self.trace.get(f"{name}.carry.{part}") for part in self._other_parts(number)}
+        return Carry({main: self.trace.get(name)} | others)
+
+
+def _inserted(places: Sequence[tuple[int, int]], rows: Sequence[Tensor]) -> tuple[Inserted, ...]:
+    return tuple(Inserted(first, own) for (first, _), own in zip(places, rows, strict=True))
 
 
 def _rows(carry: Carry, at: int, view: StepView) -> Carry:

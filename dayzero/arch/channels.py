@@ -11,6 +11,9 @@ from dayzero.arch.outside import OutsideChannel
 from dayzero.decl import Cut, OpUse, ParamDecl
 
 
+ExpertInputs = Literal["bf16", "fp8_128"]
+
+
 @dataclass(frozen=True, slots=True)
 class GLU:
     """down(act(gate x, up x)); inner: hidden width."""
@@ -64,7 +67,8 @@ class MoE:
 
     inner: an expert's hidden width. shared: dense experts that see every token; shared_gate: σ(w·x) multiplies them.
     latent: experts work at this width between a down and an up projection; latent_norm normalises the complete sum.
-    bias: gate, up and down of each expert have biases.
+    bias: gate, up and down of each expert have biases. inputs: format that the inputs of an expert's products are
+    rounded to; a plan's choice, not the model's: with weights in 4 bits ``bf16`` is W4A16 and ``fp8_128`` W4A8.
     """
 
     dim: int
@@ -76,8 +80,14 @@ class MoE:
     latent: int | None = None
     latent_norm: Norm | None = None
     bias: bool = False
+    inputs: ExpertInputs = "bf16"
 
     kind = "moe"
+
+    @property
+    def contract(self) -> str:
+        """The contract of the experts: each format of inputs has its own."""
+        return "moe.experts" if self.inputs == "bf16" else f"moe.experts_{self.inputs}"
 
     @property
     def width(self) -> int:
@@ -116,7 +126,7 @@ class MoE:
 
     def contracts(self, p: str) -> list[OpUse]:
         out = [OpUse("linear.matmul_f32", f"{p}.router"), self.router.use(f"{p}.route")]
-        out.append(OpUse("moe.experts", f"{p}.experts", (("act", self.act.kind), ("bias", self.bias))))
+        out.append(OpUse(self.contract, f"{p}.experts", (("act", self.act.kind), ("bias", self.bias))))
         if self.latent:
             out += [linear_use(f"{p}.latent_down"), linear_use(f"{p}.latent_up")]
         if self.latent_norm:

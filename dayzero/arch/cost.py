@@ -15,6 +15,11 @@ def total_params(spec: ModelSpec) -> int:
     return sum(decl.numel for decl in spec.params())
 
 
+def extra_params(spec: ModelSpec) -> int:
+    """Weights of the layers that the plain forward does not run, without copies of embedding and head."""
+    return sum(decl.numel for decl in spec.extra.params()) if spec.extra else 0
+
+
 def active_params(spec: ModelSpec) -> int:
     """Weights one text token meets in the matmuls of a forward pass: head included, embedding row and vision not."""
     total = spec.vocab * spec.dim + spec.final_norm.dim

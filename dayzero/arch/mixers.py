@@ -1,4 +1,4 @@
-"""Token mixers as data: grouped-query attention, latent attention, the gated delta rule, and the sparse index.
+"""Token mixers as data: grouped-query attention, latent attention, and the gated delta rule.
 
 Every spec answers params(prefix) · cache(prefix) · contracts(prefix) · flops(context), where prefix is
 ``layers.3.mixer`` and flops are per token at a context of that many tokens. Shapes: matrices are [out, in].
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dayzero.arch.index import AnyIndex
 from dayzero.arch.norms import Norm
 from dayzero.arch.outside import OutsideMixer
 from dayzero.arch.rope import Rope
@@ -105,53 +106,6 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
-    """The lightning indexer (DeepSeek-V3.2): score(t, s) = Σ_h w[t,h]·relu(q[t,h]·k[s])·scale, keep top_k causal s.
-
-    query_dim: width that wq reads (the normed q latent). key_norm: LayerNorm or RMS over the key. rope None: no
-    rotation. shared: this layer owns no indexer and reuses the selection of the last layer that has one.
-    """
-
-    dim: int
-    query_dim: int
-    heads: int
-    head_dim: int
-    top_k: int
-    rope: Rope | None
-    key_norm: Norm
-    shared: bool = False
-
-    @property
-    def scale(self) -> float:
-        """heads^-1/2 · head_dim^-1/2, applied to the summed score."""
-        return self.heads**-0.5 * self.head_dim**-0.5
-
-    def params(self, p: str) -> list[ParamDecl]:
-        if self.shared:
-            return []
-        return [
-            ParamDecl(f"{p}.q", (self.heads * self.head_dim, self.query_dim)),
-            ParamDecl(f"{p}.k", (self.head_dim, self.dim)),
-            *self.key_norm.params(f"{p}.k_norm"),
-            ParamDecl(f"{p}.weights", (self.heads, self.dim), "router"),
-        ]
-
-    def cache(self, p: str) -> list[CacheNeed]:
-        return [] if self.shared else [CacheNeed(f"{p}.k", (self.head_dim,), "bf16", "idx_bf16")]
-
-    def contracts(self, p: str) -> list[OpUse]:
-        if self.shared:
-            return []
-        out = [linear_use(f"{p}.q"), linear_use(f"{p}.k"), OpUse("linear.matmul_f32", f"{p}.weights")]
-        out += [self.key_norm.use(f"{p}.k_norm")]
-        out += [OpUse("sparse_index.score", f"{p}.score"), OpUse("sparse_index.top_k", f"{p}.top_k")]
-        return out + ([rope_use(self.rope, f"{p}.rope")] if self.rope else [])
-
-    def flops(self, context: float) -> float:
-        return 0.0 if self.shared else 2.0 * self.heads * self.head_dim * context
-
-
-@dataclass(frozen=True, slots=True)
 class MLA:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); cached row = [normed latent | shared key].
 
@@ -170,7 +124,7 @@ class MLA:
     softmax_scale: float
     norm_eps: float
     gate: bool = False
-    index: Index | None = None
+    index: AnyIndex | None = None
 
     kind = "latent"
 
@@ -214,7 +168,10 @@ class MLA:
         if self.q_rank is not None:
             out.append(self.norm(self.q_rank).use(f"{p}.q_a_norm"))
         out.append(self.norm(self.kv_rank).use(f"{p}.kv_a_norm"))
-        out.append(OpUse("latent.attend_absorbed", f"{p}.attend", (("index", self.index is not None),)))
+        if self.index is None:
+            out.append(OpUse("latent.attend_absorbed", f"{p}.attend"))
+        else:
+            out.append(OpUse("attention.sparse", f"{p}.attend", (("latent", True),)))
         if self.rope:
             out.append(rope_use(self.rope, f"{p}.rope"))
         if self.gate:
@@ -222,7 +179,7 @@ class MLA:
         return out + (self.index.contracts(f"{p}.index") if self.index else [])
 
     def flops(self, context: float) -> float:
-        visible = context if self.index is None else min(context, self.index.top_k)
+        visible = context if self.index is None else min(context, self.index.width)
         attend = 2.0 * self.heads * (self.kv_rank + self.shared + self.kv_rank) * visible
         return attend + (self.index.flops(context) if self.index else 0.0)
 

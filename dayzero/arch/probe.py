@@ -19,6 +19,7 @@ from dayzero.errors import ConfigError
 INVENTED: Any = object()  # value of a key that a config lacks: there, but every getter has to guess what it is
 MAX_DIGITS, MAX_LAYERS = 15, 10_000  # of a number in quotes that is taken for one
 WIDTHS = ("size", "dim", "rank", "width", "length", "positions", "window")  # words in names of large numbers
+LISTS = ("list", "ints")  # getters of lists
 UNKNOWN_ENTRY = "?"  # of an invented list: no recipe knows it, so the refusal names the entries that it does know
 
 
@@ -28,7 +29,8 @@ class Refusal:
 
     stated: the config's value, None when absent. used: what stood in for it; None where the key was left out instead.
     choices: further values that the recipe would have taken. guessed: nothing said what to use, so what follows from
-    it is not known. of_kind: the value has a kind that the recipe could take, but is none it knows.
+    it is not known. of_kind: the value has a kind that the recipe could take, but is none it knows. misshapen: the
+    recipe asks for a list and the value is none. follows: told only because another value is refused.
     """
 
     key: str
@@ -38,6 +40,8 @@ class Refusal:
     choices: tuple[Any, ...] = ()
     guessed: bool = False
     of_kind: bool = False
+    misshapen: bool = False
+    follows: bool = False
 
 
 @dataclass
@@ -166,7 +170,8 @@ class Probe(Raw):
         self.session.refusals.append(
             Refusal(
                 key, said, value, used, tuple(c for c in ask.choices if c is not used), guessed,
-                bool(stated) and any(type(c) is type(value) for c in ask.choices),
+                of_kind=bool(stated) and any(type(c) is type(value) for c in ask.choices),
+                misshapen=bool(stated) and ask.kind in LISTS,
             )
         )  # fmt: skip
         return used

@@ -29,6 +29,7 @@ RECORDS = {
         Record("mla_fp8_tiled", "e4m3", None, "latent e4m3 in 128-wide tiles with fp32 scales, shared key bf16"),
         Record("idx_bf16", "bf16", None, "index key"),
         Record("idx_fp8_128", "e4m3", None, "index key e4m3 in 128-wide tiles with one fp32 scale each"),
+        Record("idx_mxfp8_32", "e4m3", None, "index key e4m3 in 32-wide tiles with one e8m0 scale each"),
         Record("state_f32", "f32", None, "recurrent state"),
         Record("conv_bf16", "bf16", None, "last inputs of a short convolution"),
     )

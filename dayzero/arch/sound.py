@@ -8,17 +8,20 @@ Each fault names what is wrong and the config keys that usually state it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from dayzero.arch.channels import GLU, Channel, MoE, Router
-from dayzero.arch.mixers import MLA, Attention, Delta, Index, Mixer
+from dayzero.arch.index import AnyIndex, Index, LocalIndex, Pool
+from dayzero.arch.mixers import MLA, Attention, Delta, Mixer
 from dayzero.arch.norms import Activation, Norm
 from dayzero.arch.residuals import AttnRes
 from dayzero.arch.rope import BandScaling, LinearScaling, Rope, Yarn
 from dayzero.arch.spec import ModelSpec
+from dayzero.arch.vision import PatchTower
 
 MAX_EPS = 0.1  # the largest published one is 1e-5; above a tenth the norm would no longer be one
 MAX_ROTARY_DIMS = 1 << 16
+EPS_FAULT = "the eps of the"
 
 
 def unsound(spec: ModelSpec) -> list[str]:
@@ -36,16 +39,37 @@ def unsound(spec: ModelSpec) -> list[str]:
             found.update(dict.fromkeys(_sizes(("layers in a residual block", residual.every))))
         found.update(dict.fromkeys(_mixer(layer.mixer)))
         found.update(dict.fromkeys(_channel(layer.channel)))
-    owners = [m.index.shared for m in (layer.mixer for layer in spec.layers) if isinstance(m, MLA) and m.index]
+    indexes = [layer.mixer.index for layer in spec.layers if isinstance(layer.mixer, MLA)]
+    owners = [index.shared for index in indexes if isinstance(index, Index)]
     if owners and owners[0]:
         found["the first layer with a sparse index shares one, but none before it owns one (indexer_types)"] = None
     for number, layer in enumerate(spec.layers):
         if isinstance(layer.mixer, Attention) and layer.mixer.kv_layer is not None:
             found.update(dict.fromkeys(_shared(spec, number, layer.mixer)))
-    if spec.vision is not None and spec.vision.qkv_dim % spec.vision.heads:
-        told = f"{spec.vision.qkv_dim} over {spec.vision.heads} heads"
-        found[f"the vision tower's width does not divide: {told} (qkv_hidden_size, vt_num_attention_heads)"] = None
-    return list(found)
+    if spec.vision is not None:
+        found.update(dict.fromkeys(_tower(spec.vision, spec.vocab)))
+    return list(_one_eps(found))
+
+
+def _one_eps(faults: Iterable[str]) -> Iterator[str]:
+    """The faults; of norms with the same bad eps only the first, because they take it from one key."""
+    told = set()
+    for fault in faults:
+        _, _, eps = fault.partition(" is ")
+        if fault.startswith(EPS_FAULT):
+            if eps in told:
+                continue
+            told.add(eps)
+        yield fault
+
+
+def _tower(tower: PatchTower, vocab: int) -> Iterator[str]:
+    if tower.qkv_dim % tower.heads:
+        yield f"the vision tower's width does not divide: {tower.qkv_dim} over {tower.heads} heads"
+    elif tower.head_dim % 4:
+        yield f"the vision tower's heads have {tower.head_dim} dimensions; rows and columns turn a multiple of 4"
+    if tower.pad_id >= vocab:
+        yield f"the placeholder of images has id {tower.pad_id}, but the vocabulary has {vocab} (…_token_id)"
 
 
 def _shared(spec: ModelSpec, number: int, mixer: Attention) -> Iterator[str]:
@@ -71,7 +95,7 @@ def _positive(name: str, value: float | None) -> Iterator[str]:
 
 def _norm(norm: Norm, where: str) -> Iterator[str]:
     if not 0 < norm.eps < MAX_EPS:
-        yield f"the eps of the {where} is {norm.eps:g}, but must lie between 0 and {MAX_EPS} (rms_norm_eps)"
+        yield f"{EPS_FAULT} {where} is {norm.eps:g}, but must lie between 0 and {MAX_EPS} (rms_norm_eps)"
 
 
 def _mixer(mixer: Mixer) -> Iterator[str]:
@@ -111,12 +135,31 @@ def _latent(mixer: MLA) -> Iterator[str]:
         yield from _index(mixer.index)
 
 
-def _index(index: Index) -> Iterator[str]:
+def _index(index: AnyIndex) -> Iterator[str]:
+    if isinstance(index, LocalIndex):
+        yield from _sizes(("the window of the sparse index", index.window))
+        return
     yield from _sizes(
         ("index_n_heads", index.heads), ("index_head_dim", index.head_dim), ("index_topk", index.top_k)
     )  # fmt: skip
     yield from _norm(index.key_norm, "index key norm")
     yield from _rope(index.rope, index.head_dim)
+    if index.sinks + index.window > index.top_k:
+        yield f"{index.sinks + index.window} rows are forced into the {index.top_k} that the sparse index keeps"
+    if index.pool is not None:
+        yield from _pool(index, index.pool)
+
+
+def _pool(index: Index, pool: Pool) -> Iterator[str]:
+    yield from _sizes(("the pool of the sparse index", pool.size))
+    if pool.size > 0 and index.top_k % pool.size:
+        yield f"a sparse index keeps {index.top_k} tokens, which are no whole pools of {pool.size}"
+    elif pool.size > 0 and pool.local > index.pools:
+        yield f"{pool.local} pools are forced into the {index.pools} that the sparse index keeps"
+    if index.sinks or index.window:
+        yield "a sparse index over pools forces whole pools, no single rows"
+    if pool.how == "gated" and pool.tail == "scored":
+        yield "a pool that is not complete has no gated key, so that it cannot compete"
 
 
 def _delta(mixer: Delta) -> Iterator[str]:
@@ -134,7 +177,7 @@ def _delta(mixer: Delta) -> Iterator[str]:
     if mixer.lower is not None and not mixer.lower < 0:
         yield f"the bound of the log-decay is {mixer.lower:g}, but must be below 0 (gate_lower_bound)"
     if not 0 < mixer.norm_eps < MAX_EPS:
-        yield f"the eps of the gated norm is {mixer.norm_eps:g}, but must lie between 0 and {MAX_EPS} (rms_norm_eps)"
+        yield f"{EPS_FAULT} gated norm is {mixer.norm_eps:g}, but must lie between 0 and {MAX_EPS} (rms_norm_eps)"
 
 
 def _rope(rope: Rope | None, width: int) -> Iterator[str]:
@@ -146,8 +189,9 @@ def _rope(rope: Rope | None, width: int) -> Iterator[str]:
         yield f"{rope.dims} dims turn in a head of {width} (qk_rope_head_dim, partial_rotary_factor)"
     if not rope.theta > 1:
         yield f"rope_theta is {rope.theta:g}, but must be above 1"
-    if rope.sections is not None and (sum(rope.sections) != rope.dims // 2 or min(rope.sections, default=0) < 0):
-        yield f"mrope_section {list(rope.sections)} does not add up to the {rope.dims // 2} pairs that turn"
+    sections = rope.sections if 2 <= rope.dims <= width else None  # else the dims are at fault, not how they divide
+    if sections is not None and (sum(sections) != rope.dims // 2 or min(sections, default=0) < 0):
+        yield f"mrope_section {list(sections)} does not add up to the {rope.dims // 2} pairs that turn"
     scaling = rope.scaling
     if isinstance(scaling, LinearScaling | BandScaling | Yarn):
         yield from _positive("the rope scaling's factor", scaling.factor)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dayzero.arch.channels import GLU, Channel, MoE
+from dayzero.arch.index import AnyIndex, LocalIndex
 from dayzero.arch.mixers import MLA, Attention, Delta, Mixer
 from dayzero.arch.norms import Norm
 from dayzero.arch.residuals import Residual
@@ -41,10 +42,43 @@ class Tie:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """Layers that each predict one token further and that the plain forward does not run (multi-token prediction,
+    DeepSeek-V3, arXiv 2412.19437 §2.2): layer(join [norm(embedding of the next token) | norm(hidden state)]), then a
+    norm and the head.
+
+    norm: the kind that all three are of. layers: by the number that the checkpoint's names give them. shared: one
+    join and one set of norms serve all of them; else each has its own, and a file may hold copies of the embedding
+    and the head for each.
+    """
+
+    norm: Norm
+    vocab: int
+    layers: Mapping[int, LayerSpec]
+    shared: bool = False
+
+    def params(self) -> list[ParamDecl]:
+        """``extra.{number}.…``, what is shared ``extra.…``; copies not included."""
+        out, dim = [], self.norm.dim
+        for p in ["extra"] if self.shared else [f"extra.{number}" for number in self.layers]:
+            out += [decl for n in ("embed_norm", "hidden_norm") for decl in self.norm.params(f"{p}.{n}")]
+            out += [ParamDecl(f"{p}.join", (dim, 2 * dim)), *self.norm.params(f"{p}.final_norm")]
+        return out + [decl for number, layer in self.layers.items() for decl in layer.params(f"extra.{number}")]
+
+    def copies(self) -> list[ParamDecl]:
+        """``extra.{number}.embed`` and ``.head``: what a file may hold a second time."""
+        numbers, shape = () if self.shared else self.layers, (self.vocab, self.norm.dim)
+        return [ParamDecl(f"extra.{i}.{n}", shape, "embed", cuts=(Cut(0, "tp"),)) for i in numbers for n in COPIED]
+
+
+COPIED = ("embed", "head")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """family: the recipe's name. dim: width. max_positions: trained context in tokens. stop_ids: from the config only.
 
-    extra: layers stored in the checkpoint that the plain forward does not run (draft layers), by prefix.
+    extra: layers stored in the checkpoint that the plain forward does not run; counted apart from everything else.
     facts: further effective values to show, by name.
     """
 
@@ -58,7 +92,7 @@ class ModelSpec:
     stop_ids: tuple[int, ...] = ()
     embed_scale: float = 1.0
     vision: Vision | None = None
-    extra: Mapping[str, LayerSpec] = field(default_factory=dict)
+    extra: Draft | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def params(self) -> list[ParamDecl]:
@@ -79,7 +113,8 @@ class ModelSpec:
     def contracts(self) -> list[OpUse]:
         uses = [use for i, layer in enumerate(self.layers) for use in layer.contracts(f"layers.{i}")]
         uses = [OpUse("embed.lookup", "embed"), *uses, *self.layers[-1].residual.close_contracts()]
-        return [*uses, self.final_norm.use("final_norm"), OpUse("linear.matmul_f32", "head")]
+        uses += [self.final_norm.use("final_norm"), OpUse("linear.matmul_f32", "head")]
+        return uses + (self.vision.contracts() if self.vision else [])
 
     @property
     def modality(self) -> str:
@@ -92,13 +127,19 @@ def mixer_word(mixer: Mixer) -> str:
         word = "attention" if mixer.window is None else f"attention window {mixer.window}"
         return word + (" + sinks" if mixer.sinks else "") + (" + gate" if mixer.gate else "")
     if isinstance(mixer, MLA):
-        index = "" if mixer.index is None else f" + index top {mixer.index.top_k}"
-        if mixer.index is not None and mixer.index.shared:
-            index = " + shared index"
+        index = "" if mixer.index is None else _index_word(mixer.index)
         return ("latent" if mixer.rope else "latent no-rope") + index + (" + gate" if mixer.gate else "")
     if isinstance(mixer, Delta):
         return f"delta per-{mixer.decay} " + ("softplus" if mixer.lower is None else "bounded")
     return mixer.word()
+
+
+def _index_word(index: AnyIndex) -> str:
+    if isinstance(index, LocalIndex):
+        return f" + window {index.window}" + (f" + first {index.sinks}" if index.sinks else "")
+    if index.shared:
+        return " + shared index"
+    return f" + index top {index.top_k}" + (f" in pools of {index.pool.size}" if index.pool else "")
 
 
 def channel_word(channel: Channel) -> str:

@@ -1,13 +1,15 @@
 """Which operator a config key speaks of: for models that no recipe covers yet, so that a porter knows what to build.
 
 A key says nothing about how it is meant; it says which contract to look at first. Keys are compared without regard to
-where they stand (root, text_config, or a nested object).
+where they stand (root, text_config, or a nested object). A list with one kind a layer speaks through its entries.
 """
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +111,18 @@ KEY_TRAITS: tuple[KeyTrait, ...] = (
     ),
     KeyTrait(
         ("index_topk", "index_n_heads", "index_head_dim", "dsa_config"),
-        "sparse_index.score",
+        "sparse_index.tokens",
         "a sparse index over the context",
     ),
-    KeyTrait(
-        ("index_topk", "dsa_config"),
-        "sparse_index.top_k",
-        "selection of the context's best tokens",
-        {"order": "position"},
-    ),
+    KeyTrait(("index_topk", "dsa_config"), "attention.sparse", "attention to the context's best tokens"),
     KeyTrait(
         ("index_topk_freq", "indexer_types", "index_topk_pattern", "index_share*", "index_skip_topk_offset"),
-        "sparse_index.top_k",
+        "attention.sparse",
         "layers that reuse a selection",
-        {"order": "position"},
     ),
     KeyTrait(
-        ("index_pool*", "index_block*", "sparse_block*", "block_topk", "csa_*"),
-        "sparse_index.pooled",
+        ("index_pool*", "index_kpool*", "index_block*", "sparse_block*", "block_topk", "csa_*"),
+        "sparse_index.pool",
         "an index over blocks of tokens",
     ),
     KeyTrait(
@@ -234,3 +230,51 @@ KEY_TRAITS: tuple[KeyTrait, ...] = (
     KeyTrait(("vision_config", "image_token_id", "*_placeholder", "vision_*"), "vision.tower", "images"),
     KeyTrait(("audio_config", "audio_*"), "audio.tower", "audio"),
 )
+
+# Keys of lists that name a kind for each layer, and those among them that are about the channel.
+LAYER_LISTS = (
+    "layer_types", "*_layer_types", "layers_block_type", "block_types", "attn_type_list", "indexer_types",
+    "hybrid_layer_pattern", "layer_pattern",
+)  # fmt: skip
+CHANNEL_LISTS = ("mlp_*", "moe_*", "ffn_*")
+
+# keys: patterns of the words that such a list holds.
+KIND_TRAITS: tuple[KeyTrait, ...] = (
+    KeyTrait(
+        ("full_attention", "attention", "full", "global*", "global_attention"), "attention.paged", "attention layers"
+    ),
+    KeyTrait(
+        ("sliding*", "local*", "*window*", "swa*"), "attention.paged", "a window of visible tokens", {"window": 128}
+    ),
+    KeyTrait(("linear_attention", "*delta*", "kda", "gdn"), "recurrence.delta", "gated delta rule"),
+    KeyTrait(("mamba*", "ssm*", "*_mamba"), "recurrence.state_space", "selective state space"),
+    KeyTrait(("lightning*",), "recurrence.fixed_decay", "linear attention with a fixed decay"),
+    KeyTrait(("conv*", "short_conv"), "conv.causal", "short causal convolution", {"act": "silu"}),
+    KeyTrait(("latent*", "mla*"), "latent.attend_absorbed", "latent attention"),
+    KeyTrait(
+        ("indexed_attention", "*sparse_attention"), "sparse_index.top_k", "a sparse index over the context",
+        {"order": "position"},
+    ),
+    KeyTrait(("sparse", "moe", "*experts*"), "moe.experts", "routed experts"),
+    KeyTrait(("dense", "mlp"), "activation.glu", "gated activation"),
+)  # fmt: skip
+
+
+def is_layer_list(key: str, value: Any, num_layers: int | None = None) -> bool:
+    """Whether ``value`` names a kind for each layer, judged by the last part of ``key``; any list of words of just the
+    model's length where that is known."""
+    if not isinstance(value, list) or not value or not all(isinstance(kind, str) for kind in value):
+        return False
+    word = key.rpartition(".")[2]
+    return len(value) == num_layers or any(fnmatch.fnmatchcase(word, pattern) for pattern in LAYER_LISTS)
+
+
+def layer_part(key: str) -> str:
+    """Which part of a layer such a list is about: ``mixer`` or ``channel``."""
+    word = key.rpartition(".")[2]
+    return "channel" if any(fnmatch.fnmatchcase(word, pattern) for pattern in CHANNEL_LISTS) else "mixer"
+
+
+def rows_of(word: str, table: tuple[KeyTrait, ...]) -> list[KeyTrait]:
+    """Rows of a table that a key, or a kind of layer, speaks of."""
+    return [row for row in table if any(fnmatch.fnmatchcase(word, pattern) for pattern in row.keys)]

@@ -23,7 +23,7 @@ class AttentionBlock:
 
     def __init__(self, spec: Attention, params: Params, site: Site) -> None:
         self.spec, self.site = spec, site
-        self.project = {n: site.linear(params, n, bias=spec.bias) for n in spec.made}
+        self.project = site.linears(params, spec.made, bias=spec.bias)
         self.o = site.linear(params, "o", bias=spec.out_bias)
         self.rope = site.rope(spec.rope)
         self.norms: dict[str, Unary] = {}
@@ -36,12 +36,13 @@ class AttentionBlock:
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
         """x [T, dim] -> [T, dim]; appends the step's keys and values to the stores, unless it reads another layer's."""
         spec = self.spec
-        q_THD, gate_THD = self._queries(x_TD)
+        made = dict(zip(spec.made, self.project(x_TD), strict=True))
+        q_THD, gate_THD = self._queries(made["q"])
         q_THD = self._turned("q", q_THD, view)
         k_store = cast(TokenStore, view.stores[self.site.part("k")])
         v_store = cast(TokenStore, view.stores[self.site.part("v")])
         if spec.kv_layer is None:
-            k_TKD, v_TKD = (self.project[n](x_TD).unflatten(-1, (spec.kv_heads, spec.head_dim)) for n in ("k", "v"))
+            k_TKD, v_TKD = (made[n].unflatten(-1, (spec.kv_heads, spec.head_dim)) for n in ("k", "v"))
             k_store.append(view, self._turned("k", k_TKD, view))
             v_store.append(view, v_TKD)
         out_THD, _ = self.attend(
@@ -56,9 +57,9 @@ class AttentionBlock:
         """Normed, where there is a norm, and rotated."""
         return self.rope(self.norms[part](x_THD) if part in self.norms else x_THD, view.positions)
 
-    def _queries(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _queries(self, made_TN: Tensor) -> tuple[Tensor, Tensor | None]:
         """(q [T, H, D], gate [T, H, D] or None): with a gate, rows of q are [q | gate] head by head."""
-        heads = self.project["q"](x_TD).unflatten(-1, (self.spec.heads, -1))
+        heads = made_TN.unflatten(-1, (self.spec.heads, -1))
         if not self.spec.gate:
             return heads, None
         q_THD, gate_THD = heads.split(self.spec.head_dim, dim=-1)

@@ -13,10 +13,10 @@ class GLUBlock:
     """``GLU``."""
 
     def __init__(self, spec: GLU, params: Params, site: Site) -> None:
-        self.gate, self.up, self.down = (site.linear(params, n) for n in ("gate", "up", "down"))
+        self.gate_up, self.down = site.linears(params, ("gate", "up")), site.linear(params, "down")
         self.act, self.act_args = site.op("activation.glu", "act"), activation_args(spec.act)
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
         """x [T, dim] -> [T, dim]."""
         del view
-        return self.down(self.act(self.gate(x_TD), self.up(x_TD), **self.act_args))
+        return self.down(self.act(*self.gate_up(x_TD), **self.act_args))

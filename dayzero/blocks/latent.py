@@ -6,6 +6,7 @@ L rows of one sequence's history, A selected positions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, cast
 
 import torch
@@ -13,24 +14,22 @@ from torch import Tensor
 
 from dayzero.arch.mixers import MLA
 from dayzero.blocks.site import Params, Site, Unary
-from dayzero.blocks.sparse_index import IndexBlock, last_selection
-from dayzero.view import Span, StepView, TokenStore
+from dayzero.blocks.sparse_index import Generator, build_index, last_selection
+from dayzero.ops.latent import queries_into_latent
+from dayzero.view import Paged, StepView, TokenStore
 
 Form = Literal["absorbed", "expanded"]
-Sparse = Literal["gather", "masked"]
 
 
 class LatentBlock:
     """``MLA``. Store: ``<site>.latent`` [C] a token: [normed latent | shared key, rotated where there is a rope].
 
     form: ``absorbed`` moves W_UK to the query and W_UV behind the softmax; ``expanded`` makes keys and values of all
-    heads. sparse: with an index, ``gather`` reads only the selected rows, ``masked`` scores all rows and masks.
+    heads. With an index the absorbed form is ``attention.sparse`` over the cached rows, in which all heads read one key.
     """
 
-    def __init__(
-        self, spec: MLA, params: Params, site: Site, *, form: Form = "absorbed", sparse: Sparse = "gather"
-    ) -> None:
-        self.spec, self.site, self.form, self.sparse = spec, site, form, sparse
+    def __init__(self, spec: MLA, params: Params, site: Site, *, form: Form = "absorbed") -> None:
+        self.spec, self.site, self.form = spec, site, form
         self.q_a: Unary | None = None
         if spec.q_rank is None:
             self.q_b = site.linear(params, "q")
@@ -44,12 +43,13 @@ class LatentBlock:
         self.rope = site.rope(spec.rope)
         self.gate_of = site.linear(params, "gate") if spec.gate else None
         self.gate = site.op("attention.gate", "gate") if spec.gate else None
-        self.index: IndexBlock | None = None
+        self.index: Generator | None = None
         if spec.index is not None and not spec.index.shared:
-            self.index = IndexBlock(spec.index, params.below("index"), site.below("index"))
-        self.attend = site.op(f"latent.attend_{form}", "attend")
-        if spec.index is not None and (form, sparse) == ("absorbed", "masked"):
-            self.attend_rows = site.op("attention.sparse", "attend")
+            self.index = build_index(spec.index, params.below("index"), site.below("index"))
+        if spec.index is None or form == "expanded":
+            self.attend = site.op(f"latent.attend_{form}", "attend")
+        else:
+            self.attend_listed = site.op("attention.sparse", "attend")
             self.w_uk_HNR, self.w_uv_HVR = site.op("latent.absorb", "kv_b")(
                 self.kv_b, spec.heads, spec.nope, spec.v_dim
             )
@@ -67,12 +67,11 @@ class LatentBlock:
         rows_TC = torch.cat((self.kv_norm(latent_TR), shared_TP), dim=-1)
         selected_TA = self._select(x_TD, query_TR, view)
         store = cast(TokenStore, view.stores[self.site.part("latent")])
-        out_THV = x_TD.new_empty(x_TD.shape[0], spec.heads, spec.v_dim)
         store.append(view, rows_TC)
-        for span in view.spans:
-            cache_LC, first = store.history(view, span)
-            assert first == 0, "latent attention sees the whole sequence"
-            out_THV[span.rows] = self._attend(q_THD[span.rows], cache_LC, span, selected_TA)
+        if selected_TA is not None and self.form == "absorbed":
+            out_THV = self._listed(q_THD, store.pages(view), selected_TA)
+        else:
+            out_THV = self._by_row(q_THD, store, view, selected_TA)
         if self.gate is not None and self.gate_of is not None:
             out_THV = self.gate(out_THV, self.gate_of(x_TD))
         return self.o(out_THV.flatten(-2))
@@ -87,33 +86,23 @@ class LatentBlock:
         self.site.show_layer("index", selected_TA)
         return selected_TA
 
-    def _attend(self, q_THD: Tensor, cache_LC: Tensor, span: Span, selected_TA: Tensor | None) -> Tensor:
-        """[T, H, V] of one span."""
-        scale = self.spec.softmax_scale
-        if selected_TA is None:
-            return self.attend(q_THD, cache_LC, self.kv_b, start=span.start, scale=scale)[0]
-        allowed_TA = selected_TA[span.rows]
-        native = "gather" if self.form == "absorbed" else "masked"
-        if self.sparse == native:
-            return self.attend(q_THD, cache_LC, self.kv_b, start=span.start, scale=scale, allowed_TA=allowed_TA)[0]
-        if self.sparse == "masked":
-            return self._absorbed_masked(q_THD, cache_LC, span.start, allowed_TA)
-        outs = []
-        for i, allowed_A in enumerate(allowed_TA):
-            rows = allowed_A[allowed_A >= 0]
-            # Selected rows are all visible, so the query stands at the last of them.
-            start = rows.shape[0] - 1
-            outs.append(self.attend(q_THD[i : i + 1], cache_LC[rows], self.kv_b, start=start, scale=scale)[0])
-        return torch.cat(outs)
+    def _by_row(self, q_THD: Tensor, store: TokenStore, view: StepView, selected_TA: Tensor | None) -> Tensor:
+        """[T, H, V], each sequence over a copy of its history."""
+        out_THV = q_THD.new_empty(q_THD.shape[0], self.spec.heads, self.spec.v_dim)
+        for span in view.spans:
+            cache_LC, first = store.history(view, span)
+            assert first == 0, "latent attention sees the whole sequence"
+            listed = {} if selected_TA is None else {"allowed_TA": selected_TA[span.rows]}
+            out_THV[span.rows], _ = self.attend(
+                q_THD[span.rows], cache_LC, self.kv_b, start=span.start, scale=self.spec.softmax_scale, **listed
+            )
+        return out_THV
 
-    def _absorbed_masked(self, q_THD: Tensor, cache_LC: Tensor, start: int, allowed_TA: Tensor) -> Tensor:
-        """All heads read one key and value head, the cached rows: what a sparse multi-query kernel computes."""
-        nope, rank = self.spec.nope, self.spec.kv_rank
-        q_64 = q_THD.double()
-        q_latent = torch.einsum("thn,hnr->thr", q_64[..., :nope], self.w_uk_HNR.double())
-        rows_LKC = cache_LC.double()[:, None]
-        out_THR, _ = self.attend_rows(
-            torch.cat((q_latent, q_64[..., nope:]), dim=-1), rows_LKC, rows_LKC[..., :rank], allowed_TA,
-            start=start, scale=self.spec.softmax_scale,
-        )  # fmt: skip
+    def _listed(self, q_THD: Tensor, rows: Paged, selected_TA: Tensor) -> Tensor:
+        """[T, H, V]: the cached rows are one key head, and begin with its values."""
+        q_THC = queries_into_latent(q_THD.double(), self.w_uk_HNR.double())
+        keys = replace(rows, rows=rows.rows[:, :, None])
+        out_THR, _ = self.attend_listed(
+            q_THC, keys, None, selected_TA, scale=self.spec.softmax_scale, value_dim=self.spec.kv_rank
+        )
         return torch.einsum("thr,hvr->thv", out_THR, self.w_uv_HVR.double()).to(q_THD.dtype)

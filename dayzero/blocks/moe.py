@@ -5,7 +5,8 @@ T tokens, D model width, E experts, N chosen experts a token, W width the expert
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,8 +26,22 @@ def stacked_experts(spec: ModelSpec, bound: Container[str] = ()) -> frozenset[st
 
     bound: ``contract@site`` of operators that run a variant: those may want the tensor, so theirs are left out.
     """
-    sites = [f"layers.{i}.channel.experts" for i, layer in enumerate(spec.layers) if isinstance(layer.channel, MoE)]
-    return frozenset(f"{s}.{matrix}" for s in sites if f"moe.experts@{s}" not in bound for matrix in MATRICES)
+    sites = expert_sites(spec).items()
+    return frozenset(f"{s}.{matrix}" for s, moe in sites if f"{moe.contract}@{s}" not in bound for matrix in MATRICES)
+
+
+def expert_sites(spec: ModelSpec) -> dict[str, MoE]:
+    """Site of a layer's experts, which is also the prefix of their matrices, and the layer's spec of them."""
+    mixtures = ((i, layer.channel) for i, layer in enumerate(spec.layers))
+    return {f"layers.{i}.channel.experts": channel for i, channel in mixtures if isinstance(channel, MoE)}
+
+
+@runtime_checkable
+class Fetched(Protocol):
+    """The matrices of a layer's experts, where they are fetched when they are asked for."""
+
+    def expect(self, experts: Sequence[int]) -> None:
+        """These experts come next, in this order, each once."""
 
 
 class MoEBlock:
@@ -38,8 +53,9 @@ class MoEBlock:
         self.logits = site.linear(params, "router", bias=router.bias == "logit", f32=True)
         self.select_bias_E = params["router_bias"] if router.bias == "select" else None
         self.route = site.op("moe.route", "route")
-        self.experts = site.op("moe.experts", "experts")
+        self.experts = site.op(spec.contract, "experts")
         self.weights = tuple(params[f"experts.{n}"] for n in MATRICES)
+        self.fetched = self.weights[0] if isinstance(self.weights[0], Fetched) else None
         self.biases = tuple(params[f"experts.{n}_bias"] for n in MATRICES) if spec.bias else None
         self.act_args = activation_args(spec.act)
         self.latent_down = site.linear(params, "latent_down") if spec.latent else None
@@ -57,6 +73,8 @@ class MoEBlock:
             eps=RENORMALISE_EPS,
         )  # fmt: skip
         self.site.show_layer("experts", ids_TN)
+        if self.fetched is not None:
+            self.fetched.expect([e for e in ids_TN.unique().tolist() if e >= 0])
         x_TW = x_TD if self.latent_down is None else self.latent_down(x_TD)
         out = self.experts(x_TW, ids_TN, weights_TN, *self.weights, self.act_args, biases=self.biases)
         if self.latent_norm is not None:

@@ -1,15 +1,16 @@
 """Residual kinds: how a site's input is made from what the stack carries, and its output put back.
 
-T tokens, D width, B bank rows. A carry is a value: entering and leaving make new ones.
+T tokens, D width, B bank rows. A carry is a value: entering and leaving make new ones, and no carry that was made
+before changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from torch import Tensor, cat
+from torch import Tensor
 
 from dayzero.arch.residuals import AttnRes, Plain, Residual
 from dayzero.blocks.site import Params, Site
@@ -17,11 +18,32 @@ from dayzero.blocks.site import Params, Site
 SiteWord = Literal["mixer", "channel"]
 
 
+class Room:
+    """Memory for the bank of one forward: [B, T, D], allocated once, a row in one piece. Rows are written once, in
+    order; a bank is a view of the first few, so it never changes, whatever is added behind it."""
+
+    def __init__(self, rows_BTD: Tensor) -> None:
+        self.rows_BTD, self.used = rows_BTD, 0
+
+    def bank(self) -> Tensor:
+        """The rows that are written, tokens first: [T, used, D], no copy."""
+        return self.rows_BTD[: self.used].transpose(0, 1)
+
+    def add(self, row_TD: Tensor) -> None:
+        assert self.used < self.rows_BTD.shape[0], f"the bank of {self.rows_BTD.shape[0]} is full"
+        self.rows_BTD[self.used] = row_TD
+        self.used += 1
+
+
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """Named tensors, tokens first; the first is the main part. Parts as ``Residual.carry()`` declares them."""
+    """Named tensors, tokens first; the first is the main part. Parts as ``Residual.carry()`` declares them.
+
+    room: where the part ``bank`` lies and can grow without being copied; None when it lies elsewhere.
+    """
 
     parts: Mapping[str, Tensor]
+    room: Room | None = field(default=None, compare=False)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.parts[name]
@@ -80,12 +102,26 @@ class DepthBlock:
         return self.norms[site](mixed_TD)
 
     def leave(self, carry: Carry, site: SiteWord, out_TD: Tensor) -> Carry:
-        partial_TD, bank_TBD = carry["partial"], carry["bank"]
-        if site == "channel" or not self.starts_block:
-            return Carry({"partial": self.add(partial_TD, out_TD), "bank": bank_TBD})
-        bank_TBD = cat((bank_TBD, partial_TD[:, None]), dim=1)
-        assert bank_TBD.shape[1] <= self.spec.bank, f"the bank of {self.spec.bank} is full"
-        return Carry({"partial": out_TD, "bank": bank_TBD})
+        if site == "mixer" and self.starts_block:
+            room = _grown(carry, self.spec.bank)
+            return Carry({"partial": out_TD, "bank": room.bank()}, room)
+        return Carry({"partial": self.add(carry["partial"], out_TD), "bank": carry["bank"]}, carry.room)
+
+
+def _grown(carry: Carry, most_rows: int) -> Room:
+    """The carry's bank and behind it the running sum: in the same room when its next row is free, else in a new one.
+
+    It is not free for who goes on a second time from the same carry, and there is no room where a carry was put
+    together from parts; both are for alignment, which runs a layer several times.
+    """
+    partial_TD, bank_TBD = carry["partial"], carry["bank"]
+    room, filled = carry.room, bank_TBD.shape[1]
+    if room is None or room.used != filled:
+        room = Room(partial_TD.new_empty(most_rows, *partial_TD.shape))
+        for row_TD in bank_TBD.unbind(1):
+            room.add(row_TD)
+    room.add(partial_TD)
+    return room
 
 
 def build_residual(spec: Residual, params: Params, site: Site, number: int) -> ResidualBlock:
@@ -97,8 +133,8 @@ def open_carry(spec: Residual, embedded_TD: Tensor) -> Carry:
     """What the first layer gets."""
     if isinstance(spec, Plain):
         return Carry({"h": embedded_TD})
-    num_tokens, width = embedded_TD.shape
-    return Carry({"partial": embedded_TD, "bank": embedded_TD.new_empty(num_tokens, 0, width)})
+    room = Room(embedded_TD.new_empty(spec.bank, *embedded_TD.shape))
+    return Carry({"partial": embedded_TD, "bank": room.bank()}, room)
 
 
 def close_carry(spec: Residual, carry: Carry, params: Params, site: Site) -> Tensor:

@@ -5,7 +5,7 @@ A site is a name such as ``layers.3.mixer``; its operators are bound once, when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,6 +101,25 @@ class Site:
         op, bias_N = self.op(contract, name), params[f"{name}_bias"] if bias else None
         weight = self.laid_out(contract, name, params[name])
         return lambda x: op(x, weight, bias_N)
+
+    def linears(
+        self, params: Params, names: Sequence[str], *, bias: bool = False
+    ) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """x [..., K] -> one [..., N] for each name, as ``linear`` of each would give it.
+
+        Weights that one variant lays out anyway are laid out as one, so that x is read and the operator called once;
+        results are then slices along N. Variants' products do not depend on the other rows of a weight.
+        """
+        contract = "linear.matmul"
+        packs = {self.prepack(contract, self.part(name)) for name in names}
+        if len(packs) > 1 or None in packs or len(names) < 2:
+            each = [self.linear(params, name, bias=bias) for name in names]
+            return lambda x: tuple(one(x) for one in each)
+        sizes = [params[name].shape[0] for name in names]
+        weight = self.laid_out(contract, names[0], torch.cat([params[name] for name in names]))
+        bias_N = torch.cat([params[f"{name}_bias"] for name in names]) if bias else None
+        op = self.op(contract, names[0])
+        return lambda x: op(x, weight, bias_N).split(sizes, dim=-1)
 
     def laid_out(self, contract: str, part: str, weight_NK: Tensor) -> Any:
         """The weight as the variant bound to this site takes it; the caller lets go of the original."""

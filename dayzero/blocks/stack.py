@@ -19,10 +19,11 @@ from dayzero.arch.spec import LayerSpec, ModelSpec
 from dayzero.blocks.attention import AttentionBlock
 from dayzero.blocks.delta import DeltaBlock, Recurrence
 from dayzero.blocks.glu import GLUBlock
-from dayzero.blocks.latent import Form, LatentBlock, Sparse
+from dayzero.blocks.latent import Form, LatentBlock
 from dayzero.blocks.moe import MoEBlock
 from dayzero.blocks.residual import Carry, build_residual, close_carry, open_carry
 from dayzero.blocks.site import Bind, Params, Prepack, Site, Tap, as_stored, reference
+from dayzero.blocks.vision import PARTS, Tower
 from dayzero.errors import UsageError
 from dayzero.extensions import IMPORT_ERRORS, named_object
 from dayzero.view import StepView
@@ -35,7 +36,6 @@ class Forms:
     """Which of several equal forms the blocks compute in."""
 
     latent: Form = "absorbed"
-    sparse: Sparse = "gather"
     recurrence: Recurrence = "recurrent"
 
 
@@ -51,7 +51,7 @@ def build_mixer(spec: Mixer, params: Params, site: Site, forms: Forms = Forms())
     if isinstance(spec, Attention):
         return AttentionBlock(spec, params, site)
     if isinstance(spec, MLA):
-        return LatentBlock(spec, params, site, form=forms.latent, sparse=forms.sparse)
+        return LatentBlock(spec, params, site, form=forms.latent)
     if isinstance(spec, Delta):
         return DeltaBlock(spec, params, site, recurrence=forms.recurrence)
     return outside_block(spec, params, site)
@@ -135,6 +135,7 @@ class Stack:
         self._held: dict[str, dict[str, Tensor]] = {}
         self._layers: dict[int, Layer] = {}
         self._head: Any = None
+        self._tower: Tower | None = None
 
     def load_all(self) -> Iterator[str]:
         """Build everything that a forward needs, in the order of the layers; yields the name of each part once it is
@@ -149,6 +150,9 @@ class Stack:
             self._params(decl.name)
         self._head_weight()
         yield "head"
+        if self.spec.vision is not None:
+            self._vision()
+            yield "vision"
 
     def _params(self, prefix: str) -> dict[str, Tensor]:
         if not self.resident:
@@ -163,8 +167,24 @@ class Stack:
         embedded_TD = self.site.op("embed.lookup", "embed")(view.tokens, self._params("embed")["embed"])
         if self.spec.embed_scale != 1.0:
             embedded_TD = embedded_TD * self.spec.embed_scale
+        for image in view.inserted:
+            embedded_TD[image.first : image.first + image.rows.shape[0]] = image.rows
         self.site.show("embed", embedded_TD)
         return open_carry(self.spec.layers[0].residual, embedded_TD)
+
+    def encode_image(self, pixels_YXC: Tensor) -> Tensor:
+        """Rows [M, D] of an image, to stand in the place of its placeholders: see ``Tower.forward``."""
+        return self._vision().forward(pixels_YXC)
+
+    def _vision(self) -> Tower:
+        assert self.spec.vision is not None, f"{self.spec.family} has no vision tower"
+        if self._tower is not None:
+            return self._tower
+        params = {name: value for part in PARTS for name, value in self.load(part).items()}
+        tower = Tower(self.spec.vision, params, self.site)
+        if self.resident:
+            self._tower = tower
+        return tower
 
     @torch.inference_mode()
     def layer(self, number: int, carry: Carry, view: StepView) -> Carry:

@@ -16,12 +16,14 @@ from dayzero.chat.conversation import Conversation, NamedTool, Tool
 from dayzero.chat.encoding import GrammarKind, GrammarText, Prompt
 from dayzero.chat.families import CallShape, Format
 from dayzero.chat.tokenizer import Tokenizer
-from dayzero.errors import UsageError
+from dayzero.errors import FieldError, UsageError
 
 # Between the parts of a JSON text. An endless run of white space would be valid, and models do fall into one.
 SPACES = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 BREAKS = r"/\n{0,4}/"
+BESIDE = "stand beside tool calls"
+FINAL = "<|channel|>final<|message|>"  # where a model that writes in channels puts its answer
 
 
 class Lark:
@@ -105,12 +107,13 @@ def answer_grammar(kind: GrammarKind, text: str, lark: Lark, first: str, after: 
     """A client's grammar, begun where content begins. first: what the grammar allows before it ("": nothing)."""
     if not first:
         return GrammarText(kind, text, after)
+    return GrammarText("lark", lark.text(first + client_body(lark, kind, text, "follow this model's reasoning")), after)
+
+
+def client_body(lark: Lark, kind: GrammarKind, text: str, where: str) -> str:
+    """A client's grammar as a part of another. where: what a Lark grammar, which brings its own start, cannot do."""
     if kind == "lark":
-        raise UsageError("a Lark grammar cannot follow this model's reasoning; ask with a JSON schema or a regex.")
-    return GrammarText("lark", lark.text(first + _body(lark, kind, text)), after)
-
-
-def _body(lark: Lark, kind: GrammarKind, text: str) -> str:
+        raise UsageError(f"a Lark grammar cannot {where}; ask with a JSON schema or a regex.")
     if kind == "json_object":
         return lark.json(ANY_OBJECT)
     if kind == "regex":
@@ -141,8 +144,9 @@ def tool_grammar(form: Format, conversation: Conversation, prompt: Prompt, token
     if form.shape.form == "none":
         if not forced:
             return None
-        raise UsageError(
-            "tool_choice asks for a call, but this model's template shows no format for calls; use auto or none."
+        raise FieldError(
+            "tool_choice",
+            "tool_choice asks for a call, but this model's template shows no format for calls; use auto or none.",
         )
     many = conversation.parallel_tool_calls and not isinstance(choice, NamedTool)
     lark = Lark(tokenizer)
@@ -158,6 +162,47 @@ def tool_grammar(form: Format, conversation: Conversation, prompt: Prompt, token
         return None
     whole = _section(lark, shape, tools, many)
     return GrammarText("lark", lark.text(whole.removeprefix(f"<[{head[0]}]>").lstrip()), head[0])
+
+
+def either_grammar(
+    form: Format, conversation: Conversation, prompt: Prompt, tokenizer: Tokenizer, kind: GrammarKind, text: str
+) -> GrammarText | None:
+    """Calls, or a client's grammar: what an answer may be that is asked for a format while tools are offered. Of the
+    text that models like to write before a call nothing is allowed, since it would not be of the format. None: this
+    answer cannot hold calls, so that the client's grammar alone is right.
+    """
+    shape, tools = form.shape, list(conversation.offered)
+    if shape.form == "none" or (prompt.continued and prompt.opens == "content"):
+        return None
+    lark = Lark(tokenizer)
+    body = client_body(lark, kind, text, BESIDE)
+    if shape.form == "channels":
+        call, final = _channel_calls(lark, tools), lark.literal(FINAL)
+        return GrammarText("lark", lark.text(f"{reasoning_message(lark, prompt)}({call} | {final} {body})"))
+    first, after = thinking_first(lark, form, prompt, tokenizer)
+    if shape.section[0] or shape.call:
+        calls = _section(lark, shape, tools, conversation.parallel_tool_calls)
+    else:
+        calls = _bare_calls(lark, shape, tools, conversation.parallel_tool_calls)
+    breaks = f"{BREAKS} " if form.think is not None else ""
+    return GrammarText("lark", lark.text(f"{first}{breaks}({calls} | {body})"), after)
+
+
+def _bare_calls(lark: Lark, shape: CallShape, tools: Sequence[Tool], many: bool) -> str:
+    """Calls that no marker opens, as JSON: spelled as texts, they could not be told from an answer that is an object,
+    since the library reads the longest text it can."""
+    made = []
+    for tool in tools:
+        schema = tool.parameters if tool.parameters is not None else ANY_OBJECT
+        shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+        keys = {"name": {"const": tool.name}, shape.arguments_key: dict(schema)}
+        made.append(
+            lark.json(
+                {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": False, **shared}
+            )
+        )
+    calls = lark.rule(" | ".join(made))
+    return calls + (f" ({lark.literal(shape.between)} {calls})*" if many else "")
 
 
 def holds_strict(form: Format, tokenizer: Tokenizer) -> bool:
@@ -218,12 +263,15 @@ def _channels(lark: Lark, form: Format, tools: Sequence[Tool], prompt: Prompt, f
     """A message to the function's own recipient. Its end is a stop token, so nothing can follow it."""
     if not forced:
         return None
-    call = " | ".join(
+    return GrammarText("lark", lark.text(f"{reasoning_message(lark, prompt)}({_channel_calls(lark, tools)})"))
+
+
+def _channel_calls(lark: Lark, tools: Sequence[Tool]) -> str:
+    return " | ".join(
         f"{lark.literal(f'<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>')} "
         f"{lark.json(tool.parameters if tool.parameters is not None else ANY_OBJECT)}"
         for tool in tools
     )
-    return GrammarText("lark", lark.text(f"{reasoning_message(lark, prompt)}({call})"))
 
 
 def reasoning_message(lark: Lark, prompt: Prompt) -> str:

@@ -55,7 +55,10 @@ class _Open:
 
 
 class Calls:
-    """Writes pieces of calls to ``out``. Calls are numbered in the order in which their names became known."""
+    """Writes pieces of calls to ``out``. Calls are numbered in the order in which their names became known.
+
+    Where no tools are offered there are no calls: what the model wrote as one is the text of a problem.
+    """
 
     def __init__(self, tools: Sequence[Tool], *, parallel: bool = True, new_id: NewId = random_id) -> None:
         self.out: list[Piece] = []
@@ -67,18 +70,20 @@ class Calls:
         self._new_id = new_id
 
     def problem(self, sentence: str, text: str = "") -> None:
-        self.out.append(ToolProblem(self.open.index if self.open else None, sentence, text))
+        self.out.append(ToolProblem(self.open.index if self.open and self.tools else None, sentence, text))
 
     def start(self, name: str, own_id: str | None = None) -> None:
         """A call's name is known. A call still open was never closed."""
         if self.open is not None:
             self.end(cut=True)
         index = self.count
-        self.count += 1
         self.open = _Open(index, name)
+        if not self.tools:
+            return
+        self.count += 1
         self.out.append(ToolCallStart(index, own_id or self._new_id(index), name))
         if name not in self.tools:
-            offered = ", ".join(self.tools) or "none"
+            offered = ", ".join(self.tools)
             self.problem(f"the model called {name[:80]!r}, which the request does not offer (offered: {offered[:200]})")
         if index and not self._parallel:
             self.problem("the model made more than one call, which parallel_tool_calls false does not allow")
@@ -91,7 +96,8 @@ class Calls:
             self.stray += text
             return
         self.open.arguments += text
-        self.out.append(ToolArguments(self.open.index, text))
+        if self.tools:
+            self.out.append(ToolArguments(self.open.index, text))
 
     def key(self, key: str) -> None:
         """Begin the argument ``key`` of a call whose arguments come one by one."""
@@ -115,6 +121,12 @@ class Calls:
         if self.open is None:
             return
         call = self.open
+        if not self.tools:
+            self.open = None
+            self.problem(
+                f"the model wrote a call of {call.name[:80]!r}, but the request offers no tools", call.arguments
+            )
+            return
         if call.keys and not cut:
             self.write("}")
         if not call.arguments.strip() and not cut:
@@ -255,7 +267,7 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _types(schema: Any) -> frozenset[str]:
+def json_types(schema: Any) -> frozenset[str]:
     """JSON types a schema allows as far as it says; empty when it says nothing."""
     if not isinstance(schema, Mapping):
         return frozenset()
@@ -264,7 +276,7 @@ def _types(schema: Any) -> frozenset[str]:
     found.update([said] if isinstance(said, str) else said if isinstance(said, list) else [])
     for word in ("anyOf", "oneOf"):
         for part in schema.get(word) or ():
-            found |= _types(part)
+            found |= json_types(part)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not found and isinstance(values, list):
         found = {_type_of(v) for v in values}
@@ -275,7 +287,7 @@ def _types(schema: Any) -> frozenset[str]:
 
 def only_text(schema: Any) -> bool:
     """Whether a schema allows nothing but text."""
-    return _types(schema) == {"string"}
+    return json_types(schema) == {"string"}
 
 
 def _type_of(value: Any) -> str:
@@ -293,7 +305,7 @@ def _as_json(raw: str, schema: Any, declared: bool) -> str:
     text = raw.strip()
     if declared:
         return text
-    allowed = _types(schema)
+    allowed = json_types(schema)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

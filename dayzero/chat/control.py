@@ -38,7 +38,8 @@ class ControlTokens:
         return self._pattern.sub(lambda match: match[0][0] + breaker + match[0][1:], text)
 
     def encode(self, text: str, breaker: str) -> list[int]:
-        """Ids of a prompt with broken texts in it."""
+        """Ids of a prompt with broken texts in it. TextTooLong for one that no model's context could hold."""
+        self._tokenizer.check_length(text)
         if breaker not in text or self._pattern is None:
             return self._tokenizer.encode(text, special=True)
         parts: list[tuple[str, bool]] = []

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dayzero.errors import UsageError
+from dayzero.chat.media import Picture
+from dayzero.errors import FieldError
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
@@ -23,10 +24,12 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """source: an http address or a ``data:`` URI. detail: as the client said it."""
+    """source: an http address or a ``data:`` URI. detail: as the client said it. image: the picture behind it, once it
+    was read; an encoding writes its size and as many placeholders as it has tokens."""
 
     source: str
     detail: str = "auto"
+    image: Picture | None = None
 
 
 Part = TextPart | ImagePart
@@ -57,6 +60,7 @@ class Message:
     ``<think>`` at the start of an assistant's content is taken out by the encoding, which knows the model's markers.
 
     tool_call_id: of a ``tool`` message, the call it answers. name: the speaker or the tool, when the client gave one.
+    tools: further functions that a system's message brings in the course of a conversation.
     """
 
     role: Role
@@ -65,6 +69,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    tools: tuple[Tool, ...] = ()
 
     @classmethod
     def of(cls, role: Role, text: str, **more: Any) -> Message:
@@ -122,7 +127,8 @@ class Conversation:
 
     template_kwargs: further variables of the template or options of an encoder (enable_thinking, thinking,
     reasoning_effort, preserve_thinking …). add_generation_prompt: open an assistant's turn at the end. continue_final:
-    the last message is an assistant's and is continued instead.
+    the last message is an assistant's and is continued instead. answer_format: (kind, text) of the grammar that the
+    content will be held to, for formats that tell the model so.
     """
 
     messages: Sequence[Message]
@@ -132,39 +138,55 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final: bool = False
+    answer_format: tuple[str, str] | None = None
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The tools the model is shown: none of them when tool_choice is ``none``."""
-        return () if self.tool_choice == "none" else tuple(self.tools)
+        """The tools the model may call: none of them when tool_choice is ``none``."""
+        return () if self.tool_choice == "none" else self._all_tools
+
+    @property
+    def _all_tools(self) -> tuple[Tool, ...]:
+        return (*self.tools, *(tool for message in self.messages for tool in message.tools))
 
     def check(self) -> None:
-        """UsageError in one sentence for what no encoding could make sense of."""
+        """FieldError in one sentence for what no encoding could make sense of."""
         if not self.messages:
-            raise UsageError("messages is empty; give at least one message.")
+            raise FieldError("messages", "messages is empty; give at least one message.")
         for number, message in enumerate(self.messages):
             if message.role not in ROLES:
-                raise UsageError(f"messages[{number}].role is {message.role!r}; it must be one of {', '.join(ROLES)}.")
+                raise FieldError(
+                    f"messages[{number}].role",
+                    f"messages[{number}].role is {message.role!r}; it must be one of {', '.join(ROLES)}.",
+                )
             if message.tool_calls and message.role != "assistant":
-                raise UsageError(f"messages[{number}] has tool_calls, which only an assistant's message can have.")
-        names = [tool.name for tool in self.tools]
+                raise FieldError(
+                    f"messages[{number}].tool_calls",
+                    f"messages[{number}] has tool_calls, which only an assistant's message can have.",
+                )
+        names = [tool.name for tool in self._all_tools]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise UsageError(f"tools names {twice[0]!r} twice; give each function a name of its own.")
+            raise FieldError("tools", f"tools names {twice[0]!r} twice; give each function a name of its own.")
         self._check_choice(names)
         if self.continue_final and self.messages[-1].role != "assistant":
-            raise UsageError(
-                f"continue_final_message needs an assistant's message at the end, not one of {self.messages[-1].role}."
+            raise FieldError(
+                "continue_final_message",
+                f"continue_final_message needs an assistant's message at the end, not one of {self.messages[-1].role}.",
             )
         if self.continue_final and self.messages[-1].tool_calls:
-            raise UsageError("continue_final_message cannot continue a message that has tool_calls.")
+            raise FieldError(
+                "continue_final_message", "continue_final_message cannot continue a message that has tool_calls."
+            )
 
     def _check_choice(self, names: Sequence[str]) -> None:
         choice = self.tool_choice
         if choice == "required" and not names:
-            raise UsageError("tool_choice is 'required', but the request has no tools.")
+            raise FieldError("tool_choice", "tool_choice is 'required', but the request has no tools.")
         if isinstance(choice, NamedTool) and choice.name not in names:
             said = ", ".join(names) or "none"
-            raise UsageError(f"tool_choice names the function {choice.name!r}, but tools holds {said}.")
+            raise FieldError("tool_choice", f"tool_choice names the function {choice.name!r}, but tools holds {said}.")
         if not isinstance(choice, NamedTool) and choice not in ("auto", "none", "required"):
-            raise UsageError(f"tool_choice is {choice!r}; it must be auto, none, required or a named function.")
+            raise FieldError(
+                "tool_choice", f"tool_choice is {choice!r}; it must be auto, none, required or a named function."
+            )

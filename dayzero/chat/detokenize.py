@@ -27,7 +27,8 @@ class Detokenizer:
     """One answer's text. skip_special: leave out special tokens' text, except that of ``keep`` (a parser's markers).
 
     stop: texts that end the answer; of two that are complete with the same character, the longer counts.
-    include_stop: whether the stop string is part of the text.
+    min_tokens: a stop string that one of the first ``min_tokens`` tokens completes is text like any other; one that a
+    later token completes counts wherever it began. include_stop: whether the stop string is part of the text.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class Detokenizer:
         skip_special: bool = True,
         keep: Collection[int] = (),
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._early = min_tokens  # tokens that are still to come before stop strings count
         self._skip = tokenizer.special_ids - frozenset(keep) if skip_special else frozenset[int]()
         self._stops = tuple(sorted((s for s in stop if s), key=len, reverse=True))
         self._longest = max(map(len, self._stops), default=0)
@@ -61,6 +64,7 @@ class Detokenizer:
             return Text(self._utf8.decode(data), None, len(ids))
         out = []
         for number, token in enumerate(ids):
+            self._early -= 1
             if token in self._skip:
                 continue
             out.append(self._take(self._utf8.decode(self._tokenizer.token_bytes(token))))
@@ -84,7 +88,7 @@ class Detokenizer:
             return ""
         old = len(self._held)
         self._held += text
-        end, stop = self._first_stop(old)
+        end, stop = self._first_stop(old) if self._early < 0 else (0, None)
         if stop is not None:
             self._stopped = stop
             out = self._held[: end if self._include_stop else end - len(stop)]

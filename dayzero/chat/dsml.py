@@ -20,7 +20,7 @@ from dayzero.chat.encoding import Prompt
 from dayzero.chat.families import DSML, DSML_CALLS
 from dayzero.chat.format_encoding import FormatEncoding, all_text
 from dayzero.chat.tokenizer import Tokenizer
-from dayzero.errors import UsageError
+from dayzero.errors import FieldError, UsageError
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
@@ -126,12 +126,16 @@ def _thinking(conversation: Conversation) -> bool:
     asked = conversation.template_kwargs
     unknown = sorted(set(asked) - set(SWITCHES))
     if unknown:
-        raise UsageError(
+        raise FieldError(
+            "chat_template_kwargs",
             f"chat_template_kwargs has {unknown[0]!r}, which this model's encoder does not know; "
-            f"it knows {', '.join(SWITCHES)}."
+            f"it knows {', '.join(SWITCHES)}.",
         )
     if asked.get("preserve_thinking"):
-        raise UsageError("preserve_thinking cannot be had: this model's format shows no reasoning of earlier turns.")
+        raise FieldError(
+            "chat_template_kwargs",
+            "preserve_thinking cannot be had: this model's format shows no reasoning of earlier turns.",
+        )
     wanted = asked.get("reasoning_effort") not in (None, "none", "minimal")
     return bool(asked.get("thinking", asked.get("enable_thinking", wanted)))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from dayzero.chat.conversation import Conversation
+from dayzero.chat.media import Placed
 from dayzero.chat.pieces import OutputParser
 from dayzero.chat.tokenizer import Tokenizer
 from dayzero.checkpoint.source import Source
@@ -21,7 +23,8 @@ class Prompt:
     opens: what the first generated character belongs to; ``reasoning`` when the prompt itself opened it. continued: the
     text of the last message that the answer goes on from (continue_final), else "". after: the token id behind which a
     grammar for the answer must begin (the end of reasoning), None: at the first token. closed: the prompt itself says
-    that there is no reasoning (it opened and closed it, or the answer is already being written).
+    that there is no reasoning (it opened and closed it, or the answer is already being written). media: where the
+    conversation's images stand; the caller of ``ChatEncoding.prompt`` finds out (``media.placed``).
     """
 
     ids: list[int]
@@ -30,6 +33,7 @@ class Prompt:
     continued: str = ""
     after: int | None = None
     closed: bool = False
+    media: tuple[Placed, ...] = ()
 
 
 class GrammarText(NamedTuple):
@@ -72,19 +76,32 @@ class ChatEncoding(Protocol):
     def answer_grammar(self, prompt: Prompt, kind: GrammarKind, text: str) -> GrammarText:
         """A client's grammar (response_format and the like), made to begin where the answer's content begins."""
 
+    def either_grammar(self, conversation: Conversation, prompt: Prompt, kind: GrammarKind, text: str) -> GrammarText:
+        """The same while tools are offered and the model may choose (tool_choice auto): the answer is calls, with
+        arguments of the tools' schemas, or it is of the client's grammar. UsageError when that cannot be held."""
+
 
 # Families whose format is encoded here. A template in the folder goes before the encoder only when it writes another
 # format (the DSML family's first member did, and so do finetuned models); of the same format it is a copy, and copies
-# of these two have been wrong.
-OWN_ENCODERS = {"gpt_oss": "harmony", "deepseek_v32": "dsml"}
+# of these have been wrong.
+OWN_ENCODERS = {"gpt_oss": "harmony", "deepseek_v32": "dsml", "kimi_k3": "xtml"}
 
 
 def control_text(family: str | None, template: str) -> str:
     """Text that spells every token which a user's text must not turn into: the template's and the family's own."""
-    from dayzero.chat import dsml, harmony
-
     own = OWN_ENCODERS.get(family or "")
-    return " ".join((template, *(harmony.NEEDED if own == "harmony" else dsml.NEEDED if own == "dsml" else ())))
+    return " ".join((template, *(_encoders()[own][0] if own else ())))
+
+
+def _encoders() -> dict[str, tuple[tuple[str, ...], Callable[[Tokenizer], ChatEncoding]]]:
+    """Name of a format -> (tokens it cannot do without, its encoder)."""
+    from dayzero.chat import dsml, harmony, xtml
+
+    return {
+        "harmony": (harmony.NEEDED, harmony.HarmonyEncoding),
+        "dsml": (dsml.NEEDED, dsml.DsmlEncoding),
+        "xtml": (xtml.NEEDED, xtml.XtmlEncoding),
+    }
 
 
 def choose(
@@ -128,10 +145,8 @@ def choose(
 
 def _own_encoder(name: str, tokenizer: Tokenizer) -> tuple[ChatEncoding | None, str]:
     """(the encoder, ""), or (None, what the vocabulary lacks for it)."""
-    from dayzero.chat import dsml, harmony
-
-    needed = harmony.NEEDED if name == "harmony" else dsml.NEEDED
+    needed, make = _encoders()[name]
     missing = [token for token in needed if tokenizer.id_of(token) is None]
     if missing:
         return None, f"its tokenizer has no token {missing[0]}, which the family's format {name} needs"
-    return (harmony.HarmonyEncoding(tokenizer) if name == "harmony" else dsml.DsmlEncoding(tokenizer)), ""
+    return make(tokenizer), ""

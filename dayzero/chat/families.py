@@ -9,9 +9,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dayzero.chat.channel_grammars import (
+    CLOSE,
+    END_OF_MSG,
+    OPEN,
+    SEP,
+    closing,
+    harmony_grammar,
+    opening,
+    xtml_grammar,
+)
 from dayzero.chat.markers import Edge, Grammar, Route, State
 
-CallForm = Literal["object", "named", "tagged", "channels", "none"]
+CallForm = Literal["object", "named", "tagged", "channels", "elements", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,52 +306,28 @@ def _llama() -> Format:
 
 
 def _harmony() -> Format:
-    """Messages with a header each: the channel says what the text is, the recipient that it is a call."""
-    start, channel, message = "<|start|>", "<|channel|>", "<|message|>"
-    ends = ("<|end|>", "<|call|>", "<|return|>")
-    routes = (
-        Route(r".*\bto=functions\.(?P<name>[^\s<]+).*", "arguments"),
-        Route(r".*\bto=(?P<name>(?!assistant\b|user\b)[^\s<]+).*", "arguments"),
-        Route(r".*<\|channel\|>\s*analysis\b.*", "reasoning"),
-        Route(r".*<\|channel\|>.*", "content"),
-        Route(r"\s*(?:assistant)?\s*", "content"),
-    )
-    over = tuple(Edge(marker, "between", quoted=True) for marker in ends)
-    again = (Edge(start, "role", quoted=True), Edge(channel, "role", keep=True, quoted=True))
-    same = {"<|message|>", "<|constrain|>"}
-
-    def body(sink: Literal["content", "reasoning", "arguments"]) -> State:
-        call = sink == "arguments"
-        edges = tuple(replace(edge, ends_call=call) for edge in (*over, *again))
-        return State(sink, edges if call else (*edges, *(Edge(m, sink) for m in sorted(same))))
-
-    opens = Edge(message, "content", routes=True)
-    words = r"\s*(?:assistant)?\s*(?:to=\S+)?\s*"
-    states = {
-        "between": State("header", (opens, Edge(start, "role"), *over), routes, words, loose=True),
-        "role": State("header", (opens, Edge(start, "role"), *over), routes, words),
-        "content": body("content"),
-        "reasoning": body("reasoning"),
-        "arguments": body("arguments"),
-    }
-    shape = CallShape("channels")
-    grammar = Grammar(
-        states,
-        {"content": "between", "reasoning": "reasoning", "continued": "content"},
-        trim="",
-        literals=("<|channel|>", "<|constrain|>"),
-    )
     return Format(
         "harmony",
-        grammar,
-        shape,
+        harmony_grammar(),
+        CallShape("channels"),
         signs=("<|channel|>", "<|message|>", "analysis"),
         think=("<|channel|>analysis<|message|>", "<|end|>"),
         stops=("<|return|>", "<|call|>"),
     )
 
 
-HERMES, XML, KIMI, LLAMA, HARMONY = _hermes(), _xml(), _kimi(), _llama(), _harmony()
+def _xtml() -> Format:
+    return Format(
+        "xtml",
+        xtml_grammar(),
+        CallShape("elements"),
+        signs=(OPEN, CLOSE, SEP, END_OF_MSG),
+        think=(opening("think"), closing("think")),
+        stops=(END_OF_MSG,),
+    )
+
+
+HERMES, XML, KIMI, LLAMA, HARMONY, XTML = _hermes(), _xml(), _kimi(), _llama(), _harmony(), _xtml()
 ARG_PAIRS, ARG_PAIRS_COMPACT = _arg_pairs("\n"), _arg_pairs("")
 DEEPSEEK_V3, DEEPSEEK_V31 = _deepseek(True), _deepseek(False)
 DSML_CALLS, DSML_TOOL_CALLS = _dsml("function_calls"), _dsml("tool_calls")
@@ -350,13 +336,13 @@ PLAIN = Format("plain", inline(None, {}), CallShape("none"))
 
 # The first whose signs a template holds is its format, so the more particular come first.
 FORMATS = (
-    HARMONY, DSML_CALLS, DSML_TOOL_CALLS, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, ARG_PAIRS_COMPACT, ARG_PAIRS, XML, HERMES,
-    LLAMA,
+    HARMONY, XTML, DSML_CALLS, DSML_TOOL_CALLS, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, ARG_PAIRS_COMPACT, ARG_PAIRS, XML,
+    HERMES, LLAMA,
 )  # fmt: skip
 # What a family writes when its template does not show it.
 BY_FAMILY: Mapping[str, Format] = {
     "gpt_oss": HARMONY, "deepseek_v32": DSML_CALLS, "deepseek_v3": DEEPSEEK_V31, "glm5": ARG_PAIRS_COMPACT,
-    "qwen3_5": XML, "qwen3": HERMES,
+    "qwen3_5": XML, "qwen3": HERMES, "kimi_k3": XTML,
 }  # fmt: skip
 
 

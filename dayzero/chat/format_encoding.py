@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from dayzero.chat import call_grammar
+from dayzero.chat import call_grammar, element_grammar
 from dayzero.chat.calls import NewId, random_id
 from dayzero.chat.conversation import Conversation, Message, TextPart
 from dayzero.chat.encoding import GrammarKind, GrammarText, Prompt
@@ -35,6 +35,8 @@ class FormatEncoding:
     @property
     def holds_strict(self) -> bool:
         """Whether the arguments of ``strict`` tools obey their schema under tool_choice auto, too."""
+        if self._elements:
+            return True
         return call_grammar.holds_strict(self.format, self._tokenizer)
 
     def parser(self, conversation: Conversation, prompt: Prompt) -> MarkerParser:
@@ -47,13 +49,28 @@ class FormatEncoding:
             tokenizer=self._tokenizer,
         )
 
+    @property
+    def _elements(self) -> bool:
+        return self.format.shape.form == "elements"
+
     def tool_grammar(self, conversation: Conversation, prompt: Prompt) -> GrammarText | None:
+        if self._elements:
+            return element_grammar.tool_grammar(conversation, prompt, self._tokenizer)
         return call_grammar.tool_grammar(self.format, conversation, prompt, self._tokenizer)
 
     def answer_grammar(self, prompt: Prompt, kind: GrammarKind, text: str) -> GrammarText:
+        if self._elements:
+            return element_grammar.answer_grammar(prompt, kind, text, self._tokenizer)
         lark = call_grammar.Lark(self._tokenizer)
         first, after = call_grammar.thinking_first(lark, self.format, prompt, self._tokenizer)
         return call_grammar.answer_grammar(kind, text, lark, first, after)
+
+    def either_grammar(self, conversation: Conversation, prompt: Prompt, kind: GrammarKind, text: str) -> GrammarText:
+        tokens = self._tokenizer
+        if self._elements:
+            return element_grammar.either_grammar(conversation, prompt, kind, text, tokens)
+        found = call_grammar.either_grammar(self.format, conversation, prompt, tokens, kind, text)
+        return found if found is not None else self.answer_grammar(prompt, kind, text)
 
     def _ids(self, conversation: Conversation) -> NewId:
         """Ids for calls that carry none."""
@@ -61,15 +78,17 @@ class FormatEncoding:
 
     # --- for subclasses ----------------------------------------------------------------------------------------------
 
-    def _checked(self, conversation: Conversation) -> None:
+    def _checked(self, conversation: Conversation, images: bool = False) -> None:
+        """images: whether the format has a place for them."""
         conversation.check()
         for number, message in enumerate(conversation.messages):
-            if message.images:
+            if message.images and not images:
                 raise UsageError(f"messages[{number}] holds an image, which this model's chat format does not take.")
 
-    def _split(self, message: Message) -> Message:
-        """An assistant's message whose text begins with marked reasoning, with that reasoning in its own field."""
-        think = self.format.think
+    def _split(self, message: Message, think: tuple[str, str] | None = None) -> Message:
+        """An assistant's message whose text begins with marked reasoning, with that reasoning in its own field.
+        think: the markers, by default those of the format."""
+        think = think or self.format.think
         if message.role != "assistant" or think is None or message.reasoning is not None or not message.parts:
             return message
         text = message.text.lstrip("\n")

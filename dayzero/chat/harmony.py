@@ -16,7 +16,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dayzero.chat.call_grammar import Lark, answer_grammar, reasoning_message
+from dayzero.chat.call_grammar import FINAL, Lark, answer_grammar, reasoning_message
 from dayzero.chat.control import ControlTokens
 from dayzero.chat.conversation import Conversation, Message
 from dayzero.chat.encoding import GrammarKind, GrammarText, Prompt
@@ -24,7 +24,7 @@ from dayzero.chat.families import HARMONY
 from dayzero.chat.format_encoding import FormatEncoding, all_text
 from dayzero.chat.tokenizer import Tokenizer
 from dayzero.chat.typescript import declarations
-from dayzero.errors import UsageError
+from dayzero.errors import FieldError
 
 EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high"}
 IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
@@ -71,8 +71,7 @@ class HarmonyEncoding(FormatEncoding):
         if prompt.continued and prompt.opens == "content":
             return GrammarText(kind, text)
         lark = Lark(self._tokenizer)
-        behind = f"{CHANNEL}final{MESSAGE}"
-        return answer_grammar(kind, text, lark, f"{reasoning_message(lark, prompt)}{lark.literal(behind)} ", None)
+        return answer_grammar(kind, text, lark, f"{reasoning_message(lark, prompt)}{lark.literal(FINAL)} ", None)
 
     def _opened(self, conversation: Conversation, text: str, breaker: str) -> Prompt:
         last = conversation.messages[-1]
@@ -90,9 +89,10 @@ class HarmonyEncoding(FormatEncoding):
         asked = conversation.template_kwargs
         unknown = sorted(set(asked) - set(KNOWN))
         if unknown:
-            raise UsageError(
+            raise FieldError(
+                "chat_template_kwargs",
                 f"chat_template_kwargs has {unknown[0]!r}, which this model's encoder does not know; "
-                f"it knows {', '.join(KNOWN)}."
+                f"it knows {', '.join(KNOWN)}.",
             )
         calls = "\nCalls to these tools must go to the commentary channel: 'functions'." if conversation.offered else ""
         return (
@@ -109,7 +109,7 @@ def _effort(asked: Mapping[str, Any]) -> str:
     default = "none" if asked.get("thinking", asked.get("enable_thinking")) is False else "medium"
     said = asked.get("reasoning_effort") or default
     if said not in EFFORTS:
-        raise UsageError(f"reasoning_effort is {said!r}; this model knows low, medium and high.")
+        raise FieldError("reasoning_effort", f"reasoning_effort is {said!r}; this model knows low, medium and high.")
     return EFFORTS[said]
 
 
@@ -160,7 +160,8 @@ def _tool_name(messages: Sequence[Message], index: int) -> str:
             return call.name
     if message.name:
         return message.name
-    raise UsageError(
+    raise FieldError(
+        f"messages[{index}].tool_call_id",
         f"messages[{index}] is a tool's result, but no earlier call has the id {message.tool_call_id!r}; "
-        "give the tool_call_id of the call, or the function's name."
+        "give the tool_call_id of the call, or the function's name.",
     )

@@ -38,7 +38,8 @@ class Route:
     """A header that ``pattern`` matches as a whole opens what its groups name and goes to ``to`` (None: the edge's).
 
     Groups: ``name`` opens a call; ``id`` is the model's own id for it; ``key`` opens an argument, whose value is text
-    when the group ``string`` is "true", JSON when it is "false", and told from the tool's schema when it is absent.
+    when the group ``string`` is "true" or ``type`` is "string", JSON when it is anything else, and told from the tool's
+    schema when both are absent.
     """
 
     pattern: str
@@ -79,12 +80,14 @@ class State:
 class Grammar:
     """states by name; starts: where an answer begins: a new one (``content``), one whose reasoning the prompt opened
     (``reasoning``), or one that goes on from the prompt's own text (``continued``). trim: characters beside a marker
-    that belong to the markup. literals: further texts that only control tokens spell, inside headers."""
+    that belong to the markup. literals: further texts that only control tokens spell, inside headers. escapes: (as
+    written, what is meant) in names and keys, undone in this order."""
 
     states: Mapping[str, State]
     starts: Mapping[str, str]
     trim: str = "\n"
     literals: tuple[str, ...] = ()
+    escapes: tuple[tuple[str, str], ...] = ()
 
     def markers(self) -> frozenset[str]:
         """Every text that may not reach a reader."""
@@ -109,7 +112,8 @@ class Grammar:
             markers = [e.marker for e in state.edges]
             for a in markers:
                 for b in markers:
-                    if a is not b and (b in a or any(a.endswith(b[:n]) for n in range(1, len(b)))):
+                    # One may begin or end with another: what begins first counts, and of two there the longer.
+                    if a is not b and (b in a[1:-1] or any(a.endswith(b[:n]) for n in range(1, min(map(len, (a, b)))))):
                         yield f"{name}: {a!r} may overlap {b!r}"
         for target in self.starts.values():
             if target not in self.states:

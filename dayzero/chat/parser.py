@@ -65,6 +65,11 @@ class MarkerParser:
         """Whether the text that comes next is reasoning."""
         return self._state.sink == "reasoning"
 
+    @property
+    def num_held(self) -> int:
+        """Characters that may begin a marker and wait for what comes next."""
+        return len(self._buffer)
+
     def push(self, text: str, ids: Sequence[int] = ()) -> list[Piece]:
         if self._counter:
             self._counter.push(ids)
@@ -173,13 +178,17 @@ class MarkerParser:
         return True
 
     def _find(self, final: bool) -> tuple[int, Edge | None]:
-        """(where it begins, edge) of the first marker; without one, (how much of the buffer is text, None)."""
+        """(where it begins, edge) of the first marker, of several there the longest; without one, or while a longer one
+        may still come, (how much of the buffer is text, None)."""
         text, start = self._buffer, 0
         while True:
             places = [(at, e) for e in self._state.edges if (at := text.find(e.marker, start)) >= 0]
             if not places:
                 return len(text) - (0 if final else self._may_begin(text)), None
-            at, edge = min(places, key=lambda place: place[0])
+            at, edge = min(places, key=lambda place: (place[0], -len(place[1].marker)))
+            rest = text[at:]
+            if not final and any(e.marker.startswith(rest) and e is not edge for e in self._state.edges):
+                return at, None
             if edge.follows:
                 behind = text[at + len(edge.marker) :].lstrip()
                 if len(behind) < len(edge.follows) and edge.follows.startswith(behind) and not final:
@@ -290,11 +299,17 @@ class MarkerParser:
     def _routed(self, groups: dict[str, str | None], route: Route, edge: Edge) -> None:
         name, key = groups.get("name"), groups.get("key")
         if name is not None:
-            self._calls.start(name, groups.get("id"))
+            self._calls.start(self._unescaped(name), groups.get("id"))
         if key is not None:
-            said = groups.get("string")
+            said, kind = groups.get("string"), groups.get("type")
+            text = None if said is None and kind is None else said == "true" or kind == "string"
             padding = self._grammar.states[route.to or edge.to].padding
-            self._value = Value(self._calls, key, None if said is None else said == "true", padding)
+            self._value = Value(self._calls, self._unescaped(key), text, padding)
+
+    def _unescaped(self, text: str) -> str:
+        for written, meant in self._grammar.escapes:
+            text = text.replace(written, meant)
+        return text
 
     def _header_cut(self, state: State) -> None:
         """The answer ended inside a header."""
@@ -314,16 +329,28 @@ def _first_letters(state: State) -> re.Pattern[str]:
 
 
 class _Counter:
-    """Counts reasoning tokens from the ids alone, by reading each token's text for itself."""
+    """Counts reasoning tokens from the ids alone, by reading each token's text for itself. Tokens that may turn out to
+    spell a marker count until they do."""
 
     def __init__(self, parser: MarkerParser, tokenizer: Tokenizer) -> None:
-        self.count = 0
+        self._sure = 0
+        self._held = 0  # tokens whose whole text the parser holds back
         self._parser = parser
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def count(self) -> int:
+        return self._sure + self._held
+
     def push(self, ids: Sequence[int]) -> None:
         for token in ids:
             before = self._parser.reasoning
-            self._parser.push(self._utf8.decode(self._tokenizer.token_bytes(token)))
-            self.count += before and self._parser.reasoning
+            text = self._utf8.decode(self._tokenizer.token_bytes(token))
+            self._parser.push(text)
+            if not (before and self._parser.reasoning):
+                self._held = 0
+            elif text and len(text) <= self._parser.num_held:
+                self._held += 1
+            else:
+                self._sure, self._held = self._sure + self._held + 1, 0

@@ -12,17 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dayzero.chat.control import ControlTokens
-from dayzero.chat.conversation import Conversation, Message, ToolCall
+from dayzero.chat.conversation import Conversation, ImagePart, Message, Part, Role, ToolCall
 from dayzero.chat.encoding import Prompt
 from dayzero.chat.families import Format
 from dayzero.chat.format_encoding import FormatEncoding, all_text
 from dayzero.chat.template import ChatTemplate
 from dayzero.chat.tokenizer import Tokenizer
-from dayzero.errors import UsageError
+from dayzero.errors import FieldError
 
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 # Names of one switch; a request may use either, a template reads its own.
 SAME_SWITCH = ("enable_thinking", "thinking")
+# How templates ask for an image among the parts of a message.
+IMAGES = re.compile(r"""['"](?:image|image_url)['"]""")
 NATIVE_ID = re.compile(r"functions\.\S+:\d+")
 
 
@@ -54,9 +56,11 @@ class TemplateEncoding(FormatEncoding):
         self._specials = dict(specials)
         self._none_content = re.search(r"content['\"\]]*\s+is\s+(?:not\s+)?none", template) is not None
         self._control = ControlTokens(tokenizer)
+        self._images = IMAGES.search(template) is not None
 
     def prompt(self, conversation: Conversation) -> Prompt:
-        self._checked(conversation)
+        """A template writes one placeholder for an image; ``media.spread`` makes as many of it as there are tokens."""
+        self._checked(conversation, self._images)
         breaker, end = self._control.private_letters(all_text(conversation))
         messages = [self._split(message) for message in conversation.messages]
         native = _native_ids(messages) if self.format.native_ids else {}
@@ -94,7 +98,10 @@ class TemplateEncoding(FormatEncoding):
         asked = dict(conversation.template_kwargs)
         for name in RESERVED:
             if name in asked:
-                raise UsageError(f"chat_template_kwargs cannot set {name!r}; it is a field of the request itself.")
+                raise FieldError(
+                    "chat_template_kwargs",
+                    f"chat_template_kwargs cannot set {name!r}; it is a field of the request itself.",
+                )
         given = [name for name in SAME_SWITCH if name in asked]
         if len(given) == 1:
             for name in SAME_SWITCH:
@@ -116,6 +123,8 @@ class TemplateEncoding(FormatEncoding):
         if message.role != "assistant":
             text = self._control.broken(text, breaker)
         out: dict[str, Any] = {"role": role, "content": text}
+        if message.images:
+            out["content"] = [self._part(part, message.role, breaker) for part in message.parts]
         if message.tool_calls:
             out["tool_calls"] = [_call(call, native) for call in message.tool_calls]
             if not text and self._none_content:
@@ -130,12 +139,19 @@ class TemplateEncoding(FormatEncoding):
             out["name"] = message.name
         return out
 
+    def _part(self, part: Part, role: Role, breaker: str) -> dict[str, str]:
+        """A part as templates with a place for images take it; the image itself is not the template's business."""
+        if isinstance(part, ImagePart):
+            return {"type": "image", "image": ""}
+        return {"type": "text", "text": part.text if role == "assistant" else self._control.broken(part.text, breaker)}
+
     def _cut(self, text: str, end: str) -> str:
         """The prompt up to where the last message ends."""
         if text.count(end) != 1:
-            raise UsageError(
+            raise FieldError(
+                "continue_final_message",
                 "continue_final_message: the chat template does not show the last message as it is, so it cannot be "
-                "continued; send the text to /v1/completions instead."
+                "continued; send the text to /v1/completions instead.",
             )
         return text[: text.index(end)]
 

@@ -1,4 +1,5 @@
-"""Text to token ids and back, by the checkpoint's own tokenizer.json and nothing heavier than ``tokenizers``.
+"""Text to token ids and back, by the checkpoint's own tokenizer.json and nothing heavier than ``tokenizers``; the other
+form that is read stands in ``tiktoken_form``.
 
 Each token is known by its bytes, so an answer is decoded by joining bytes: streamed or not, the text is the same, and
 a token that holds half a character is no special case.
@@ -10,6 +11,7 @@ tags, are ordinary vocabulary and are found in any text.
 
 from __future__ import annotations
 
+import abc
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +21,13 @@ import msgspec
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
+from dayzero.chat.text_limit import Coverage, TextTooLong, coverage
 from dayzero.checkpoint.config_json import read_object
 from dayzero.checkpoint.source import Source
 from dayzero.errors import CheckpointError, UsageError
 
 OTHER_FILES = ("tiktoken.model", "*.tiktoken", "tokenizer.model", "spiece.model", "vocab.json", "tekken.json")
+NO_UNICODE = "the text holds half of a surrogate pair, which is no character."
 METASPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -54,20 +58,98 @@ class _File(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
-class Tokenizer:
-    """One vocabulary. Safe to use from several threads.
+class Tokenizer(abc.ABC):
+    """One vocabulary, whatever file it stands in. Safe to use from several threads.
 
     vocab_size: highest id + 1. special_ids: those whose text is no part of an answer (``skip_special``). control_ids:
     those that text never turns into unless asked to; special_ids are among them. added: text of each added token -> id.
+    coverage: how much text a token holds at most, None: nobody knows.
     """
+
+    name: str
+    vocab_size: int
+    special_ids: frozenset[int]
+    control_ids: frozenset[int]
+    added: dict[str, int]
+    coverage: Coverage | None = None
+    _max_tokens: int | None = None
+    _strip = 0  # spaces at the start of a decoded text that are the tokenizer's own
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, bytes] = {}
+
+    # --- text to ids -------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def encode(self, text: str, special: bool = False, *, begin: bool = False) -> list[int]:
+        """Token ids of a text. special: control tokens spelled in it become themselves; otherwise they are letters.
+
+        begin: add what the tokenizer puts around a text (bos and the like), as for a prompt that no template made.
+        UsageError for a text that is not Unicode.
+        """
+
+    def limit(self, max_tokens: int) -> None:
+        """No prompt may have more tokens from now on."""
+        self._max_tokens = max_tokens
+
+    def check_length(self, text: str) -> None:
+        """TextTooLong for a text that is beyond the limit however it is encoded, which takes no time to see. One that
+        passes may still be too long."""
+        if self.coverage is None or self._max_tokens is None or len(text) <= self._max_tokens * self.coverage.chars:
+            return
+        length = len(text) - sum(map(text.count, self.coverage.lost))
+        if length > self._max_tokens * self.coverage.chars:
+            raise TextTooLong(
+                f"the prompt has {length} characters, of which a token of this model holds at most "
+                f"{self.coverage.chars}; it takes at most {self._max_tokens} tokens, prompt and answer together: "
+                "shorten the prompt."
+            )
+
+    def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
+        """Ids of (text, special) parts, each encoded for itself, so that no token reaches across two of them."""
+        return [i for text, special in parts if text for i in self.encode(text, special)]
+
+    def id_of(self, text: str) -> int | None:
+        """The id of the added token spelled so, None when that text is no token of its own."""
+        return self.added.get(text)
+
+    # --- ids to text -------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _look_up(self, token: int) -> bytes:
+        """``token_bytes``, before it is remembered."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for; none for ids beyond the vocabulary (heads are padded)."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._look_up(token)
+        return found
+
+    def text_of(self, token: int) -> str:
+        """One token as text; bytes that are no whole character show as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ids that begin a text (where a tokenizer puts a space before the first word, it is taken off)."""
+        skip = self.special_ids if skip_special else frozenset[int]()
+        text = b"".join(self.token_bytes(i) for i in ids if i not in skip).decode("utf-8", "replace")
+        for _ in range(self._strip):
+            text = text.removeprefix(" ")
+        return text
+
+
+class JsonTokenizer(Tokenizer):
+    """A vocabulary in the form of tokenizer.json."""
 
     def __init__(self, text: str, config: Mapping[str, Any], *, name: str, controls: str = "") -> None:
         """text: of tokenizer.json. config: tokenizer_config.json. controls: a chat template; the added tokens it spells
         are control tokens. CheckpointError in one sentence when it is no tokenizer that can be decoded."""
+        super().__init__()
         self.name = name
         self._library, parsed = _load(text, name)
         self._lock = threading.Lock()
-        self._plain = False
+        self._letters: Library | None = None  # the same, with control tokens as letters
         added = {token.content: token for token in parsed.added_tokens}
         for token in self._add_listed(config, added):
             added[token.content] = token
@@ -81,9 +163,10 @@ class Tokenizer:
         self.vocab_size = max([self._library.get_vocab_size(), *(i + 1 for i in self.added.values())])
         self._added_bytes = {i: text.encode() for text, i in self.added.items()}
         self._decode = _byte_decoder(parsed.decoder, name)
-        self._bytes: dict[int, bytes] = {}
         self._strip = _leading_spaces(parsed.decoder)
         self._begin = self._missing_begin(config)
+        found = coverage(text, LETTER_OF)
+        self.coverage = found and found._replace(chars=max([found.chars, *map(len, self.added)]))
 
     def _add_listed(self, config: Mapping[str, Any], added: Mapping[str, _Added]) -> Iterable[_Added]:
         """Tokens that only tokenizer_config.json lists, as some publishers leave them; the library is told of them."""
@@ -112,59 +195,31 @@ class Tokenizer:
         own = self._library.encode("a", add_special_tokens=True).ids
         return [] if bos_id is None or own[:1] == [bos_id] else [bos_id]
 
-    # --- text to ids -------------------------------------------------------------------------------------------------
-
     def encode(self, text: str, special: bool = False, *, begin: bool = False) -> list[int]:
-        """Token ids of a text. special: control tokens spelled in it become themselves; otherwise they are letters.
-
-        begin: add what the tokenizer puts around a text (bos and the like), as for a prompt that no template made.
-        UsageError for a text that is not Unicode.
-        """
-        plain = not special
         try:
-            with self._lock:
-                if self._plain != plain:
-                    self._library.encode_special_tokens = plain
-                    self._plain = plain
-                ids = self._library.encode(text, add_special_tokens=begin).ids
+            library = self._library if special else self._with_letters()
+            ids = library.encode(text, add_special_tokens=begin).ids
         except (UnicodeError, TypeError) as error:
-            raise UsageError("the text holds half of a surrogate pair, which is no character.") from error
+            raise UsageError(NO_UNICODE) from error
         if begin and self._begin and ids[:1] != self._begin:
             return self._begin + ids
         return ids
 
-    def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
-        """Ids of (text, special) parts, each encoded for itself, so that no token reaches across two of them."""
-        return [i for text, special in parts if text for i in self.encode(text, special)]
+    def _with_letters(self) -> Library:
+        """One switch of the library decides how it reads control tokens. Turning it for each text would make all
+        texts wait for one long one, so there are two of it, once both are needed."""
+        with self._lock:
+            if self._letters is None:
+                self._letters = Library.from_str(self._library.to_str())
+                self._letters.encode_special_tokens = True
+            return self._letters
 
-    def id_of(self, text: str) -> int | None:
-        """The id of the added token spelled so, None when that text is no token of its own."""
-        return self.added.get(text)
-
-    # --- ids to text -------------------------------------------------------------------------------------------------
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for; none for ids beyond the vocabulary (heads are padded)."""
-        found = self._bytes.get(token)
+    def _look_up(self, token: int) -> bytes:
+        found = self._added_bytes.get(token)
         if found is None:
-            found = self._added_bytes.get(token)
-            if found is None:
-                piece = self._library.id_to_token(token) if token >= 0 else None
-                found = b"" if piece is None else self._decode(piece)
-            self._bytes[token] = found
+            piece = self._library.id_to_token(token) if token >= 0 else None
+            found = b"" if piece is None else self._decode(piece)
         return found
-
-    def text_of(self, token: int) -> str:
-        """One token as text; bytes that are no whole character show as U+FFFD."""
-        return self.token_bytes(token).decode("utf-8", "replace")
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids that begin a text (where a tokenizer puts a space before the first word, it is taken off)."""
-        skip = self.special_ids if skip_special else frozenset[int]()
-        text = b"".join(self.token_bytes(i) for i in ids if i not in skip).decode("utf-8", "replace")
-        for _ in range(self._strip):
-            text = text.removeprefix(" ")
-        return text
 
 
 def open_tokenizer(source: Source, *, controls: str = "") -> tuple[Tokenizer | None, str]:
@@ -174,7 +229,11 @@ def open_tokenizer(source: Source, *, controls: str = "") -> tuple[Tokenizer | N
     """
     import fnmatch
 
+    from dayzero.chat import tiktoken_form
+
     if not source.exists("tokenizer.json"):
+        if tiktoken_form.is_known(source):
+            return tiktoken_form.TiktokenTokenizer(tiktoken_form.read_vocabulary(source)), tiktoken_form.FILE
         other = sorted({f for pattern in OTHER_FILES for f in fnmatch.filter(source.files(), pattern)})
         if other:
             return None, (
@@ -186,7 +245,7 @@ def open_tokenizer(source: Source, *, controls: str = "") -> tuple[Tokenizer | N
     if source.exists("tokenizer_config.json"):
         config = read_object(source, "tokenizer_config.json", sizes=False)[0]
     text = source.text("tokenizer.json")
-    return Tokenizer(text, config, name=source.name, controls=controls), "tokenizer.json"
+    return JsonTokenizer(text, config, name=source.name, controls=controls), "tokenizer.json"
 
 
 def _load(text: str, name: str) -> tuple[Library, _File]:
@@ -195,9 +254,12 @@ def _load(text: str, name: str) -> tuple[Library, _File]:
     except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointError(f"tokenizer.json of {name} is no tokenizer: {str(error)[:160]}.") from error
     try:
-        return Library.from_str(text), parsed
+        library = Library.from_str(text)
     except Exception as error:  # the library raises nothing narrower for a damaged file
         raise CheckpointError(f"tokenizer.json of {name} is no tokenizer: {str(error)[:160]}.") from error
+    library.no_truncation()  # what a training run left in the file would cut prompts short in silence
+    library.no_padding()
+    return library, parsed
 
 
 def _parts(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
@@ -254,6 +316,7 @@ def _letters() -> dict[str, int]:
 
 
 _LETTERS = _letters()
+LETTER_OF = {byte: letter for letter, byte in _LETTERS.items()}
 
 
 def _leading_spaces(decoder: Mapping[str, Any] | None) -> int:

@@ -22,12 +22,12 @@ def read_object(source: Source, file: str, *, sizes: bool = True) -> tuple[dict[
 
     sizes: also refuse counts that no model has.
     """
-    size = source.size(file)
+    size, name = source.size(file), source.name if source.config_only else f"{file} of {source.name}"
     if size > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{file} of {source.name} has {bytes_text(size)}, too much for a config; check the file.")
-    value, repeated = parse_object(source.text(file), f"{file} of {source.name}")
+        raise ConfigError(f"{name} has {bytes_text(size)}, too much for a config; check the file.")
+    value, repeated = parse_object(source.text(file), name)
     if sizes:
-        check_sizes(value, f"{file} of {source.name}")
+        check_sizes(value, name)
     return value, repeated
 
 

@@ -6,7 +6,7 @@ listed with its nearest match, and so is every module whose stored format is not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -61,8 +61,21 @@ def cover(expansion: Expansion, entries: Mapping[str, Entry], quant: Scheme | No
         else:
             out.groups.append(group)
             out.sources.append(join.alike(group) or join.one_by_one(group))
+    _join_extra(expansion, join, held, out)
     _left_over(expansion, entries, join.left, out)
     return out
+
+
+def _join_extra(expansion: Expansion, join: _Join, held: Callable[[Group], bool], out: Coverage) -> None:
+    """Layers beside the plain forward: all of them when the files hold any tensor of theirs."""
+    if expansion.extra is None or not any(held(group) for group in expansion.extra.groups):
+        return
+    before = set(join.left)
+    copies = expansion.copies.groups if expansion.copies is not None else []
+    for group in (*expansion.extra.choose(held).groups, *filter(held, copies)):
+        out.extra_groups.append(group)
+        out.extra_sources.append(join.alike(group) or join.one_by_one(group))
+    out.extra = before - join.left
 
 
 @dataclass(slots=True)
@@ -242,6 +255,8 @@ def _left_over(expansion: Expansion, entries: Mapping[str, Entry], left: set[str
     patterns = [(rule, rooted(rule.pattern, out.roots)) for rule in expansion.ignores]
     unknown = []
     for name in entries:
+        if name in out.extra:
+            continue
         if name not in left:
             out.used.add(name)
         elif name in aliases:

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from dayzero.checkpoint.formats import parts as stored_parts
 from dayzero.checkpoint.formats import why_not
-from dayzero.decl import Format
+from dayzero.decl import Format, Mxfp4
 from dayzero.errors import CheckpointError
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_MAX, E4M3_MAX, INT4_MAX = 6.0, 448.0, 7
 _LARGEST = {"e2m1": E2M1_MAX, "e4m3": E4M3_MAX, "int4": 8.0}
+_SURE_SCALE = 252  # 6 * 2^(252 - 127) fits float32 and bfloat16; a larger scale may not, and 255 is NaN
 _CHUNK_ELEMENTS = 1 << 17  # bounds scratch memory, about 40 bytes an element, and keeps it in the processor's cache
 
 _TORCH = {
@@ -86,6 +87,18 @@ def dequantize(
     out = decode(fmt, parts["weight"], scale, whole, shape, dtype)
     _check_overflow(fmt, out, scale, whole, tensor)
     return out
+
+
+def keep_packed(fmt: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], tensor: str = "tensor") -> Mxfp4:
+    """The tensor of ``shape`` that ``parts`` hold in MXFP4, as it is: views of them.
+
+    Errors: CheckpointError, where decoding it to float32 or bfloat16 raises one.
+    """
+    _check_parts(fmt, parts, shape, tensor)
+    scales = parts["scale"].view(torch.uint8)
+    if scales.numel() and int(scales.amax()) > _SURE_SCALE:
+        dequantize(fmt, parts, shape, torch.bfloat16, tensor)
+    return Mxfp4(parts["weight"].view(torch.uint8).reshape(*shape[:-1], shape[-1] // 2), scales)
 
 
 def quantize(fmt: Format, weight: Tensor) -> dict[str, Tensor]:

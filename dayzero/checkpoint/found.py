@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dayzero.checkpoint.rules import Group, Optional
@@ -81,6 +81,8 @@ class Coverage:
     sources: group position -> sources in order of {e}. roots: prefix in the rules -> prefix in the files, where they
     differ. aliases: tensor present although its parameter comes from another one -> that parameter. groups: those of
     the expansion that the files may hold. filled: parameter that no tensor fills -> the rule that says with what.
+    extra: physical tensors of layers that the plain forward does not run, apart from ``used``; extra_groups and
+    extra_sources: theirs, as groups and sources.
     """
 
     groups: list[Group]
@@ -96,6 +98,14 @@ class Coverage:
     aliases: dict[str, str] = field(default_factory=dict)
     filled: dict[ParamDecl, Optional] = field(default_factory=dict)
     formats: Counter[str] = field(default_factory=Counter)
+    extra: set[str] = field(default_factory=set)
+    extra_groups: list[Group] = field(default_factory=list)
+    extra_sources: list[Sequence[Source]] = field(default_factory=list)
+
+    def whole(self) -> Coverage:
+        """The same with the extra layers' groups behind the others."""
+        groups, sources = [*self.groups, *self.extra_groups], [*self.sources, *self.extra_sources]
+        return replace(self, groups=groups, sources=sources, extra_groups=[], extra_sources=[])
 
     @property
     def complete(self) -> bool:

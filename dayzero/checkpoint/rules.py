@@ -88,11 +88,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """Tensors left unused on purpose. pattern: ``*`` wildcard over the whole name. draft: loaded by a later rung."""
+    """Tensors left unused on purpose. pattern: ``*`` wildcard over the whole name."""
 
     pattern: str
     why: str
-    draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +204,8 @@ class Expansion:
     filled_twice: parameters two rules fill; used_twice: tensors two rules read. dead: rules for parameters that are not
     declared, as ``tensor -> parameter``. aliases, stored, ignores: the rules that are no demands.
     choices: for each ``Either``, the groups of its options; ``groups`` has those of the first.
+    extra: what layers beside the plain forward ask for: a checkpoint holds all of it or nothing. copies: tensors of
+    those layers that repeat others; each may be there or not.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -216,6 +217,8 @@ class Expansion:
     aliases: list[Alias] = field(default_factory=list)
     stored: list[Stored] = field(default_factory=list)
     ignores: list[Ignore] = field(default_factory=list)
+    extra: Expansion | None = None
+    copies: Expansion | None = None
 
     def choose(self, held: Callable[[Group], bool]) -> Expansion:
         """With each choice made: the option of which most groups are held, the earlier one where equally many are."""

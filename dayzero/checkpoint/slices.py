@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from dayzero.checkpoint.found import Entry, Source
-from dayzero.checkpoint.rules import Group, Slice, Target
+from dayzero.checkpoint.found import Alike, Entry, Source
+from dayzero.checkpoint.rules import Group, Rule, Slice, Split, Target
 from dayzero.decl import ParamDecl
 
 
@@ -28,6 +28,16 @@ def gives_slices(group: Group, sources: Sequence[Source], entries: Mapping[str, 
         return False
     parts = [(role, entries[name].shape) for role, name in sources[0].parts if role != "input_scale"]
     return all(role != "shape" and tuple(shape[:1]) == group.shape[:1] for role, shape in parts)
+
+
+def stays_packed(group: Group, sources: Sequence[Source]) -> bool:
+    """Whether the group is stored in MXFP4 throughout, each target a whole parameter, or one expert of it, that is
+    cut from what is stored along rows, not columns."""
+    plain = isinstance(group.rule, Rule | Split) and all(
+        t.of_param is None and (t.of_tensor is None or t.of_tensor.dim < len(group.shape) - 1) for t in group.targets
+    )
+    formats = {sources.format} if isinstance(sources, Alike) else {s.format for s in sources}
+    return plain and all((f.element, f.scale, f.block) == ("e2m1", "e8m0", (1, 32)) for f in formats)
 
 
 def slice_of(

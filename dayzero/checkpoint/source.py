@@ -29,6 +29,7 @@ NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", 
 MAX_DEPTH = 4  # folders below the checkpoint's own; deeper is not part of a checkpoint, and ends loops of links
 MAX_TEXT_BYTES = 256 * MIB  # the largest tokenizer has a tenth of it
 MAX_SPAN_BYTES = 64 * MIB  # one merged read: bounds memory when many neighbouring ranges are asked for
+CONFIG = "config.json"
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -36,7 +37,7 @@ SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 class Source(ABC):
     """A checkpoint's files, by name relative to its root ('/' between parts).
 
-    name: what the user typed, for messages. config_only: a lone config.json, without shards. bytes_read, num_reads:
+    name: what the user typed, for messages. config_only: a lone config, without shards. bytes_read, num_reads:
     what was asked of the medium so far, merged reads counted once; safe to read from any thread. parallel_reads: how
     many reads are worth having in flight. merge_gap_bytes: two ranges closer than this are cheaper as one read.
     not_files: names with a file's ending that are listed but hold nothing to read, and what they are instead.
@@ -155,7 +156,10 @@ class Source(ABC):
 
 
 class LocalSource(Source):
-    """A folder, or one config.json. Links are followed, so a hub cache snapshot is read like any folder."""
+    """A folder, or one config. Links are followed, so a hub cache snapshot is read like any folder.
+
+    only: name of the one file that counts; it is the source's config.json, whatever its name.
+    """
 
     def __init__(self, folder: Path, *, name: str | None = None, only: str | None = None) -> None:
         super().__init__(name or str(folder))
@@ -165,13 +169,13 @@ class LocalSource(Source):
 
     def _list(self) -> dict[str, int]:
         if self._only is not None:
-            return {self._only: os.stat(self.folder / self._only).st_size}
+            return {CONFIG: os.stat(self.path(CONFIG)).st_size}
         top = _list_folder(self.folder, 0, self.not_files)
         # A mistyped path may be someone's home: look below only where a checkpoint is.
         return _list_folder(self.folder, MAX_DEPTH, self.not_files) if any(is_marker(file) for file in top) else top
 
     def _fetch(self, file: str, start: int, length: int) -> bytes:
-        with open(self.folder / file, "rb", buffering=0) as handle:
+        with open(self.path(file), "rb", buffering=0) as handle:
             data = os.pread(handle.fileno(), length, start)
             if len(data) == length or not data:
                 return data
@@ -183,25 +187,25 @@ class LocalSource(Source):
 
     def stamp(self, file: str) -> str:
         try:
-            return f"mtime_ns:{os.stat(self.folder / file).st_mtime_ns}"
+            return f"mtime_ns:{os.stat(self.path(file)).st_mtime_ns}"
         except OSError as error:
             raise CheckpointError(f"{file} of {self.name} disappeared while it was being read.") from error
 
-    def path(self, file: str) -> Path | None:
-        return self.folder / file
+    def path(self, file: str) -> Path:
+        return self.folder / (file if self._only is None else self._only)
 
     def hashes(self) -> dict[str, str]:
         """What a hub download left beside the files: a cache blob is named by its SHA-256, and a plain download
         keeps it in ``.cache/huggingface/download/<file>.metadata`` (second line)."""
         found = {}
         for file in self.files():
-            target = self.folder / file
+            target = self.path(file)
             if target.is_symlink():
                 blob = PurePosixPath(os.readlink(target))
                 if blob.parent.name == "blobs" and SHA256_HEX.fullmatch(blob.name):
                     found[file] = blob.name
                 continue
-            record = self.folder / ".cache" / "huggingface" / "download" / f"{file}.metadata"
+            record = self.folder / ".cache" / "huggingface" / "download" / f"{target.relative_to(self.folder)}.metadata"
             if record.is_file():
                 lines = record.read_text("utf-8", errors="replace").split()
                 if len(lines) > 1 and SHA256_HEX.fullmatch(lines[1]):
@@ -210,7 +214,8 @@ class LocalSource(Source):
 
 
 def open_source(where: str, *, allow_pickle: bool = False, store_options: Mapping[str, Any] | None = None) -> Source:
-    """The source a user named: a folder, a config.json, ``s3://bucket/prefix``, or a hub id ``org/name[@revision]``.
+    """The source a user named: a folder, a .json file that is a config alone, ``s3://bucket/prefix``, or a hub id
+    ``org/name[@revision]``.
 
     store_options: arguments of the object store's client (endpoint, keys, region, client_options); what is absent the
     client takes from its own surroundings. allow_pickle: accept a folder whose weights are only pickles; nothing here
@@ -237,29 +242,29 @@ def open_source(where: str, *, allow_pickle: bool = False, store_options: Mappin
 
         return checked(HubSource(match["repo"], match["revision"]), allow_pickle)
     raise UsageError(
-        f"{where} does not exist; expected a folder with config.json and *.safetensors, a config.json, "
+        f"{where} does not exist; expected a folder with config.json and *.safetensors, a config (.json), "
         "s3://bucket/prefix, or a hub id such as org/name."
     )
 
 
 def _open_file(path: Path, where: str) -> Source:
-    if path.name == "config.json":
-        return LocalSource(path.parent, name=where, only=path.name)
-    if path.suffix == ".safetensors":
+    if path.name != CONFIG and is_marker(path.name):
         raise UsageError(f"{where} is one file; give the folder that holds it and its config.json: {path.parent}.")
+    if path.suffix == ".json":
+        return LocalSource(path.parent, name=where, only=path.name)
     sentence = _other_weights(where, [path.name])
-    raise UsageError(sentence or f"{where} is neither a folder nor a config.json; give the checkpoint's folder.")
+    raise UsageError(sentence or f"{where} is neither a folder nor a config (.json); give the checkpoint's folder.")
 
 
 def checked(source: Source, allow_pickle: bool) -> Source:
     """The source itself, or UsageError when its files are not those of a checkpoint dayzero reads."""
     files = [file for file in source.files() if "/" not in file]
-    if any(is_marker(f) and f != "config.json" for f in files):
+    if any(is_marker(f) and f != CONFIG for f in files):
         return source
     sentence = _other_weights(source.name, files)
     if sentence and not (allow_pickle and any(_is_pickle(f) for f in files)):
         raise UsageError(sentence)
-    if "config.json" not in files and not sentence:
+    if CONFIG not in files and not sentence:
         raise UsageError(
             f"{source.name} is no checkpoint: expected config.json, *.safetensors or model.safetensors.index.json, "
             f"found {', '.join(sorted(files)[:5]) or 'no files'}."
@@ -269,7 +274,7 @@ def checked(source: Source, allow_pickle: bool) -> Source:
 
 def is_marker(file: str) -> bool:
     """Whether a file at the top of a folder shows that the folder is a checkpoint."""
-    return file == "config.json" or file.endswith((".safetensors", ".safetensors.index.json"))
+    return file == CONFIG or file.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def _is_pickle(file: str) -> bool:
@@ -339,6 +344,25 @@ def merge_ranges(ranges: Sequence[tuple[int, int]], gap_bytes: int) -> list[tupl
                 continue
         spans.append((start, end, [place]))
     return spans
+
+
+def read_together(source: Source, extents: Sequence[tuple[str, int, int]]) -> list[memoryview]:
+    """Bytes of each (file, start, length), in the order asked; those that touch in a file come with one read of
+    exactly their bytes, so that what is kept of it is what was asked for. Errors: as ``Source.read``."""
+    by_file: dict[str, list[int]] = {}
+    for place, (file, *_) in enumerate(extents):
+        by_file.setdefault(file, []).append(place)
+    results = [memoryview(b"")] * len(extents)
+    reads: list[tuple[str, int, int, list[int]]] = []
+    for file, places in by_file.items():
+        for start, end, members in merge_ranges([extents[place][1:] for place in places], 0):
+            reads.append((file, start, end, [places[m] for m in members]))
+    calls = [partial(source.read, file, start, end - start) for file, start, end, _ in reads]
+    for (_, first, _, places), data in zip(reads, in_order(calls, source.parallel_reads), strict=True):
+        for place in places:
+            _, start, length = extents[place]
+            results[place] = memoryview(data)[start - first : start - first + length]
+    return results
 
 
 def in_order(calls: Iterable[Callable[[], T]], width: int) -> Iterator[T]:

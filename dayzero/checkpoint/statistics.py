@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dayzero.decl import ParamDecl
+from dayzero.checkpoint.dequant import dequantize
+from dayzero.decl import MXFP4_PACK, Mxfp4, ParamDecl
 from dayzero.finding import Finding
 
 # Norm weights start at 1 (plain) or 0 (1 + w) and training moves them about these points. A plain norm whose mean is
@@ -40,6 +41,22 @@ def statistics(decl: ParamDecl, tensor: Tensor) -> Finding | None:
     if decl.role == "norm" and decl.center is not None:
         return _convention(decl, tensor.float(), offset=decl.center == 0)
     return None
+
+
+def packed_statistics(decl: ParamDecl, stack: Mxfp4) -> Finding | None:
+    """``statistics`` of a stack in 4 bits, which cannot hold NaN: its first expert that is all zero or constant, if
+    any. An expert whose first row varies is not decoded further."""
+    for number, matrix in enumerate(stack[e] for e in range(len(stack))):
+        row = _decoded(matrix[:1])
+        if matrix.shape[-1] > 1 and bool(row.amin() == row.amax()):
+            values = _decoded(matrix)
+            if bool(values.amin() == values.amax()):
+                return statistics(replace(decl, name=f"{decl.name}[{number}]", shape=decl.shape[1:]), values)
+    return None
+
+
+def _decoded(matrix: Mxfp4) -> Tensor:
+    return dequantize(MXFP4_PACK, {"weight": matrix.codes, "scale": matrix.scales}, matrix.shape)
 
 
 def extremes(tensor: Tensor) -> Tensor:

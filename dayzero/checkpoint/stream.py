@@ -3,14 +3,14 @@
 A load plans which stored tensors it needs, walks them in file order, reads each byte range once, decodes it and writes
 its slices into preallocated parameters. Besides the parameters being built, one stored tensor is held at a time (from
 a source that reads in parallel: as many as it keeps in flight). A stack of experts, or a matrix, can be left where it
-is: then each expert, or the rows that are asked for, are read when they are.
+is: then each expert, or the rows that are asked for, are read when they are. Experts in MXFP4 can stay in 4 bits.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import cast
@@ -18,16 +18,25 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from dayzero.checkpoint.building import Building, Need, check_padding, cut
 from dayzero.checkpoint.coverage import Coverage
 from dayzero.checkpoint.coverage import Source as Stored
-from dayzero.checkpoint.dequant import dequantize
+from dayzero.checkpoint.dequant import dequantize, keep_packed
 from dayzero.checkpoint.index import Index
 from dayzero.checkpoint.lazy import ExpertStack, MatrixRows
-from dayzero.checkpoint.rules import Group, Narrow, Slice, Target
-from dayzero.checkpoint.slices import gives_rows, gives_slices, rows_decl, rows_of, slice_decl, slice_of
-from dayzero.checkpoint.source import Source, in_order
-from dayzero.checkpoint.statistics import judge_norms, statistics
-from dayzero.decl import ParamDecl
+from dayzero.checkpoint.rules import Narrow, Target
+from dayzero.checkpoint.slices import (
+    gives_rows,
+    gives_slices,
+    rows_decl,
+    rows_of,
+    slice_decl,
+    slice_of,
+    stays_packed,
+)
+from dayzero.checkpoint.source import Source, in_order, read_together
+from dayzero.checkpoint.statistics import judge_norms, packed_statistics, statistics
+from dayzero.decl import Mxfp4, ParamDecl
 from dayzero.errors import CheckpointError
 from dayzero.finding import Finding
 
@@ -36,40 +45,6 @@ DTYPES = {
     "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """One logical tensor that a load needs: where it is, its {e}, and the targets that it fills now.
-
-    part: only this slice, or these rows, along dimension 0 of each stored tensor; None for all of it.
-    """
-
-    group: Group
-    number: int | None
-    stored: Stored
-    targets: tuple[Target, ...]
-    part: int | range | None = None
-
-
-@dataclass(slots=True)
-class _Building:
-    """A parameter being filled. done: slices written so far, as (expert, slice); filled: elements written so far."""
-
-    decl: ParamDecl
-    tensor: Tensor
-    done: set[tuple[int | None, Slice | None]] = field(default_factory=set)
-    filled: int = 0
-
-    def write(self, target: Target, number: int | None, value: Tensor) -> None:
-        place = (number if target.stacked else None, target.of_param)
-        assert place not in self.done, f"{self.decl.name}: {place} is filled twice"
-        into = self.tensor if number is None or not target.stacked else self.tensor[number]
-        into = _cut(into, target.of_param)
-        assert into.shape == value.shape, f"{self.decl.name}: {tuple(value.shape)} does not fit {tuple(into.shape)}"
-        into.copy_(value)
-        self.done.add(place)
-        self.filled += value.numel()
 
 
 class Loader:
@@ -82,6 +57,7 @@ class Loader:
         if not coverage.complete:
             lost = [*coverage.missing, *coverage.unknown, *coverage.misfit]
             raise CheckpointError(f"{source.name}: {len(lost)} tensors missing, unknown or misshapen, e.g. {lost[0]}.")
+        coverage = coverage.whole()  # layers beside the plain forward are there for who asks for them
         self.source, self.index, self.coverage, self.dtype = source, index, coverage, dtype
         self.bytes_read = 0
         self._found: list[Finding] = []
@@ -112,32 +88,35 @@ class Loader:
         """Parameters whose name is ``prefix`` or lies below it; all for an empty prefix."""
         return [n for n in self._decls if not prefix or n == prefix or n.startswith(f"{prefix}.")]
 
-    def load(self, prefix: str, lazy: Container[str] = (), keep_bytes: int = 0) -> dict[str, Tensor]:
+    def load(
+        self, prefix: str, lazy: Container[str] = (), keep_bytes: int = 0, packed: Container[str] = ()
+    ) -> dict[str, Tensor]:
         """Every parameter whose name is ``prefix`` or starts with ``prefix.``, freshly allocated.
 
         lazy: names of stacked parameters that are wanted as an ``ExpertStack``, for callers that only index them by
         expert, and of matrices wanted as ``MatrixRows``; one whose parts do not lie apart in the files is loaded all
         the same. keep_bytes: experts that were read are kept, for as long as the result is, until they fill this much;
         what comes later is read each time. None of them is given up for another, as runs over the experts of a layer
-        ask for them in the same order: each would find the ones given up that it needs next.
+        ask for them in the same order: each would find the ones given up that it needs next. packed: names of
+        parameters that are wanted as ``Mxfp4`` where they are stored so (``packs``); the others are decoded.
         Errors: CheckpointError naming the tensor when bytes cannot be read or decoded, when the padding of a narrowed
         tensor is not zero, or when a tied copy differs from its original.
         """
         names = self.names(prefix)
         assert names, f"no declared parameter is named {prefix} or lies below it"
         apart: dict[str, object] = {n: self._rows(n) for n in names if n in lazy and self._by_row(n)}
-        by_expert = [n for n in names if n in lazy and n not in apart and self._by_expert(n)]
+        by_expert = [n for n in names if n in lazy and n not in apart and self.by_expert(n)]
         apart |= self._stacks(by_expert, keep_bytes)
-        building = {name: self._allocate(self._decls[name]) for name in names if name not in apart}
+        building = {n: self._allocate(self._decls[n], n in packed and self.packs(n)) for n in names if n not in apart}
         for decl, rule in self.coverage.filled.items():
             if decl.name in building:
-                building[decl.name].tensor.fill_(rule.fill)
+                cast(Tensor, building[decl.name].tensor).fill_(rule.fill)
                 building[decl.name].filled = decl.numel
         self._fill(building, self._needs(building))
-        # Who asks for parts that lie apart uses them as tensors; nobody else meets one.
-        return {n: cast(Tensor, apart[n]) if n in apart else building[n].tensor for n in names}
+        # Who asks for parts that lie apart, or for 4 bits, uses them as tensors; nobody else meets one.
+        return {n: cast(Tensor, apart[n] if n in apart else building[n].tensor) for n in names}
 
-    def _fill(self, building: Mapping[str, _Building], needs: Sequence[_Need], judge: bool = True) -> None:
+    def _fill(self, building: Mapping[str, Building], needs: Sequence[Need], judge: bool = True) -> None:
         """Read ``needs`` in their order into what is being built, which must then be complete."""
         reads = in_order([partial(self._read, need) for need in needs], self.source.parallel_reads)
         for need in needs:
@@ -145,12 +124,60 @@ class Loader:
             self.bytes_read += sum(p.numel() * p.element_size() for p in parts.values())
             self._write(need, parts, building)
             del parts  # before the next tensor is read
-        for name, one in building.items():
-            assert one.filled == one.decl.numel, f"{name}: {one.filled} of {one.decl.numel} elements were filled"
+        for one in building.values():
+            self._whole(one)
             if judge:
                 self._check(one)
 
-    def _by_expert(self, name: str) -> bool:
+    def _whole(self, one: Building) -> Building:
+        assert one.filled == one.decl.numel, f"{one.decl.name}: {one.filled} of {one.decl.numel} elements were filled"
+        return one
+
+    def packs(self, name: str) -> bool:
+        """Whether the parameter can be had as ``Mxfp4``: it is stored in that format and cut along rows alone."""
+        groups = [(self.coverage.groups[p], self.coverage.sources[p]) for p in self._groups.get(name, ())]
+        return name not in self._aliases and bool(groups) and all(stays_packed(g, stored) for g, stored in groups)
+
+    def expert(self, names: Sequence[str], number: int, packed: Container[str] = ()) -> dict[str, Tensor | Mxfp4]:
+        """One expert of each of these stacked parameters, freshly read; those in ``packed`` in 4 bits, as views of
+        what was read. Ranges that touch come with one read. For any thread: nothing of the loader changes.
+
+        Errors: as ``load``.
+        """
+        needs = self._expert_needs(names, number)
+        extents = [self._extent(n, need.part) for need in needs for role, n in _decoding(need.stored)]
+        ranges = [(file, first, size) for file, first, size, *_ in extents]
+        data = iter(read_together(self.source, ranges))
+        views = (_view(part, dtype, shape) for part, (*_, dtype, shape) in zip(data, extents, strict=True))
+        names_of = {slice_decl(self._decls[name], number).name: name for name in names}
+        building: dict[str, Building] = {}
+        out: dict[str, Tensor | Mxfp4] = {}
+        for need in needs:
+            parts = {role: next(views) for role, _ in _decoding(need.stored)}
+            kept = tuple(t for t in need.targets if names_of[t.decl.name] in packed)
+            if kept:
+                value = keep_packed(need.stored.format, parts, need.group.shape, need.stored.name)
+                out |= {names_of[t.decl.name]: cut(value, t.of_tensor) for t in kept}
+            rest = replace(need, targets=tuple(t for t in need.targets if t not in kept))
+            for target in rest.targets:
+                building.setdefault(target.decl.name, self._allocate(target.decl))
+            if rest.targets:
+                self._write(rest, parts, building)
+        return out | {names_of[name]: self._whole(one).tensor for name, one in building.items()}
+
+    def expert_bytes(self, name: str, packed: bool) -> int:
+        """Bytes of one expert of a stack, once it is read."""
+        decl = self._decls[name]
+        numel = decl.numel // decl.shape[0]
+        return numel // 2 + numel // 32 if packed else numel * self._dtype_of(decl).itemsize
+
+    def stored_bytes(self, names: Sequence[str]) -> int:
+        """Bytes in the files of what fills these parameters."""
+        found = {stored for name in names for p in self._groups[name] for stored in self.coverage.sources[p]}
+        return sum(self.index.entries[tensor].nbytes for stored in found for _, tensor in _decoding(stored))
+
+    def by_expert(self, name: str) -> bool:
+        """Whether one expert of the stack can be read without the others."""
         groups = [(self.coverage.groups[p], self.coverage.sources[p]) for p in self._groups.get(name, ())]
         return bool(groups) and all(gives_slices(g, stored, self.index.entries) for g, stored in groups)
 
@@ -167,12 +194,12 @@ class Loader:
         def read(spans: Sequence[range], compare: bool) -> list[Tensor]:
             parts = [rows_decl(decl, span) for span in spans]
             needs = [
-                _Need(rows_of(group, part), None, stored, (Target(part),), span)
+                Need(rows_of(group, part), None, stored, (Target(part),), span)
                 for part, span in zip(parts, spans, strict=True)
             ]
             building = {part.name: self._allocate(part) for part in parts}
             self._fill(building, needs, judge=False)
-            values = [one.tensor for one in building.values()]
+            values = [cast(Tensor, one.tensor) for one in building.values()]
             for span, value in zip(spans, values if compare else (), strict=False):
                 self._compare_copies(name, value, span)
             return values
@@ -206,42 +233,54 @@ class Loader:
 
     def _expert(self, names: Sequence[str], expert: int) -> dict[str, Tensor]:
         decls = {name: slice_decl(self._decls[name], expert) for name in names}
+        building = {decl.name: self._allocate(decl) for decl in decls.values()}
+        self._fill(building, self._expert_needs(names, expert))
+        return {name: cast(Tensor, building[decl.name].tensor) for name, decl in decls.items()}
+
+    def _expert_needs(self, names: Sequence[str], expert: int) -> list[Need]:
+        """What one expert of these stacks needs of the files, in their order."""
         needs = []
         for position in sorted({p for name in names for p in self._groups[name]}):
             group, stored, part = slice_of(
                 self.coverage.groups[position], self.coverage.sources[position], names, expert
             )
-            needs.append(_Need(group, None, stored, group.targets, part))
-        building = {decl.name: self._allocate(decl) for decl in decls.values()}
-        self._fill(building, sorted(needs, key=self._place))
-        return {name: building[decl.name].tensor for name, decl in decls.items()}
+            needs.append(Need(group, None, stored, group.targets, part))
+        return sorted(needs, key=self._place)
 
     def _dtype_of(self, decl: ParamDecl) -> torch.dtype:
         return torch.float32 if decl.keep == "f32" else self.dtype
 
-    def _allocate(self, decl: ParamDecl) -> _Building:
-        return _Building(decl, torch.empty(decl.shape, dtype=self._dtype_of(decl)))
+    def _allocate(self, decl: ParamDecl, packed: bool = False) -> Building:
+        if not packed:
+            return Building(decl, torch.empty(decl.shape, dtype=self._dtype_of(decl)))
+        codes, scales = ((*decl.shape[:-1], decl.shape[-1] // n) for n in (2, 32))
+        return Building(decl, Mxfp4(*(torch.empty(shape, dtype=torch.uint8) for shape in (codes, scales))))
 
-    def _needs(self, building: Mapping[str, _Building]) -> list[_Need]:
+    def _needs(self, building: Mapping[str, Building]) -> list[Need]:
         positions = sorted({p for name in building for p in self._groups.get(name, ())})
         needs = []
         for position in positions:
             group = self.coverage.groups[position]
             targets = tuple(t for t in group.targets if t.decl.name in building)
             for number, stored in zip(group.numbers, self.coverage.sources[position], strict=True):
-                needs.append(_Need(group, number, stored, targets))
+                needs.append(Need(group, number, stored, targets))
         return sorted(needs, key=self._place)
 
-    def _place(self, need: _Need) -> tuple[str, int]:
+    def _place(self, need: Need) -> tuple[str, int]:
         entry = self.index.entries[need.stored.parts[0][1]]
         return entry.file, entry.start
 
-    def _read(self, need: _Need) -> dict[str, Tensor]:
+    def _read(self, need: Need) -> dict[str, Tensor]:
         """The stored parts that decoding needs, by role."""
-        return {role: self._tensor(name, need.part) for role, name in need.stored.parts if role != "input_scale"}
+        return {role: self._tensor(name, need.part) for role, name in _decoding(need.stored)}
 
     def _tensor(self, name: str, part: int | range | None = None) -> Tensor:
         """A stored tensor, or its slice or rows ``part`` along dimension 0."""
+        file, first, size, dtype, shape = self._extent(name, part)
+        return _view(self.source.read(file, first, size), dtype, shape)
+
+    def _extent(self, name: str, part: int | range | None) -> tuple[str, int, int, torch.dtype, tuple[int, ...]]:
+        """(file, first byte, bytes, element type, shape) of a stored tensor, or of its slice or rows ``part``."""
         entry = self.index.entries[name]
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{name} in {entry.file} has element type {entry.dtype}, which cannot be decoded.")
@@ -254,26 +293,29 @@ class Loader:
             first += rows.start * (size // shape[0])
             size = len(rows) * (size // shape[0])
             shape = shape[1:] if isinstance(part, int) else (len(rows), *shape[1:])
-        data = self.source.read(entry.file, first, size)
-        if not data:
-            return torch.empty(shape, dtype=dtype)
-        with warnings.catch_warnings():
-            # The buffer is read-only and torch cannot say so; what is built from it is always a copy.
-            warnings.simplefilter("ignore", UserWarning)
-            return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+        return entry.file, first, size, dtype, shape
 
-    def _write(self, need: _Need, parts: Mapping[str, Tensor], building: Mapping[str, _Building]) -> None:
+    def _write(self, need: Need, parts: Mapping[str, Tensor], building: Mapping[str, Building]) -> None:
+        kept = [t for t in need.targets if isinstance(building[t.decl.name].tensor, Mxfp4)]
+        if kept:
+            packed = keep_packed(need.stored.format, parts, need.group.shape, need.stored.name)
+            for target in kept:
+                building[target.decl.name].write(target, need.number, cut(packed, target.of_tensor))
+        if len(kept) == len(need.targets):
+            return
         value = self._decode(need, parts, building)
         if isinstance(need.group.rule, Narrow):
-            _check_padding(value, need.targets[0], need.stored.name)
+            check_padding(value, need.targets[0], need.stored.name)
         for target in need.targets:
-            building[target.decl.name].write(target, need.number, _cut(value, target.of_tensor))
+            if target not in kept:
+                building[target.decl.name].write(target, need.number, cut(value, target.of_tensor))
 
-    def _decode(self, need: _Need, parts: Mapping[str, Tensor], building: Mapping[str, _Building]) -> Tensor:
+    def _decode(self, need: Need, parts: Mapping[str, Tensor], building: Mapping[str, Building]) -> Tensor:
         """The logical tensor in the parameter's orientation and shape."""
         stored, group = need.stored, need.group
         if stored.format.quantized:
-            dtypes = {building[t.decl.name].tensor.dtype for t in need.targets}
+            held = [building[t.decl.name].tensor for t in need.targets]
+            dtypes = {tensor.dtype for tensor in held if isinstance(tensor, Tensor)}
             dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
             return dequantize(stored.format, parts, group.shape, dtype, stored.name)
         weight = parts["weight"]
@@ -283,12 +325,14 @@ class Loader:
             value = value.transpose(-1, -2)
         return value if tuple(value.shape) == group.shape else value.reshape(group.shape)
 
-    def _check(self, one: _Building) -> None:
-        name = one.decl.name
-        self._compare_copies(name, one.tensor)
+    def _check(self, one: Building) -> None:
+        name, value = one.decl.name, one.tensor
+        if isinstance(value, Tensor):
+            self._compare_copies(name, value)
         if name not in self._checked:
             self._checked.add(name)
-            self._note(statistics(one.decl, one.tensor))
+            judged = statistics(one.decl, value) if isinstance(value, Tensor) else packed_statistics(one.decl, value)
+            self._note(judged)
 
     def _compare_copies(self, name: str, value: Tensor, rows: range | None = None) -> None:
         """``value``: parameter ``name``, or these rows of it."""
@@ -307,21 +351,16 @@ class Loader:
                 self._found.append(found)
 
 
-def _cut(value: Tensor, piece: Slice | None) -> Tensor:
-    """A view of ``value``."""
-    if piece is None:
-        return value
-    index = [slice(None)] * value.dim()
-    index[piece.dim] = slice(piece.start, piece.stop, piece.step)
-    return value[tuple(index)]
+def _decoding(stored: Stored) -> list[tuple[str, str]]:
+    """(role, tensor) of the stored parts that decoding needs."""
+    return [(role, name) for role, name in stored.parts if role != "input_scale"]
 
 
-def _check_padding(value: Tensor, target: Target, tensor: str) -> None:
-    assert target.of_tensor is not None
-    rest = value[target.of_tensor.stop :]
-    if rest.any():
-        at = target.of_tensor.stop + int(rest.reshape(rest.shape[0], -1).any(1).nonzero()[0])
-        raise CheckpointError(
-            f"{tensor} has {value.shape[0]} rows of which the model uses {target.of_tensor.stop}, but row {at} of the "
-            "padding is not zero; the size in config.json or in the recipe is wrong."
-        )
+def _view(data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The bytes as a tensor, which must not be written to."""
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    with warnings.catch_warnings():
+        # The buffer is read-only and torch cannot say so; nobody writes to a parameter.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -30,7 +30,7 @@ class EngineArguments:
         int | None, typer.Option(min=2, metavar="N", show_default="trained", help="Longest prompt + answer in tokens.")
     ] = None
     max_running: Annotated[int, typer.Option(min=1, metavar="N", help="Requests computed at once.")] = 64
-    max_step_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Token budget of one step.")] = 2048
+    max_step_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Token budget of one step.")] = 512
     chunk_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Most tokens of one request in a step.")
     ] = None
@@ -43,12 +43,22 @@ class EngineArguments:
         int | None, typer.Option(min=1, metavar="N", help="Distance between state snapshots of hybrid models.")
     ] = None
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Reuse nothing between requests.")] = False
+    image_cache_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Encoded images kept for later requests.")] = (
+        "1GiB"
+    )
     bindings: Annotated[
         list[str] | None,
         typer.Option(
             "--bind", metavar="CONTRACT[@SITE]=VARIANT", help="Run this variant; may be repeated. *=reference: none."
         ),
     ] = None
+    expert_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", show_default="all", help="For routed experts; the others are read when chosen."),
+    ] = None
+    expert_inputs: Annotated[
+        str, typer.Option(metavar="bf16|fp8_128", help="What inputs of routed experts are rounded to.")
+    ] = "bf16"
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE.jinja", help="Chat template in the place of the checkpoint's.")
     ] = None
@@ -91,6 +101,8 @@ def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> Launc
         raise UsageError(f"--dtype {arguments.dtype}: give auto, float32 or bfloat16.")
     if arguments.allow_remote_code and not arguments.upstream:
         raise UsageError("--allow-remote-code runs code only with --upstream; a recipe never needs it.")
+    if arguments.upstream and (arguments.expert_memory is not None or arguments.expert_inputs != "bf16"):
+        raise UsageError("--expert-memory and --expert-inputs need a recipe; leave them or --upstream out.")
     config = EngineConfig(
         max_running=arguments.max_running,
         max_step_tokens=max(arguments.max_step_tokens, arguments.max_running),
@@ -100,9 +112,12 @@ def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> Launc
         pool_bytes=None if arguments.pool_bytes is None else size_of("--pool-bytes", arguments.pool_bytes),
         snapshot_tokens=arguments.snapshot_tokens,
         prefix_cache=not arguments.no_prefix_cache,
+        image_cache_bytes=size_of("--image-cache-bytes", arguments.image_cache_bytes),
         max_waiting=arguments.max_waiting,
         dtype=arguments.dtype,  # type: ignore[arg-type]
         bindings=tuple(parse_bindings(arguments.bindings or ()).items()),
+        expert_bytes=None if arguments.expert_memory is None else size_of("--expert-memory", arguments.expert_memory),
+        expert_inputs=arguments.expert_inputs,  # type: ignore[arg-type]
         seed=arguments.seed,
         debug=arguments.check_engine,
     )

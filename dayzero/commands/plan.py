@@ -40,10 +40,18 @@ class PlanArguments:
     ] = None
     concurrency: Annotated[int, typer.Option(min=1, metavar="N", help="Requests to hold at once.")] = 1
     cache: Annotated[str, typer.Option(metavar="bf16|fp8", help="How token records are kept.")] = "bf16"
+    drafts: Annotated[
+        bool, typer.Option("--drafts", help="Count draft layers (multi-token prediction) too, on the last stage.")
+    ] = False
+    expert_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", show_default="all", help="Of a rank for routed experts; others are swapped in."),
+    ] = None
     recipe: RecipeOption = None
 
 
 def report_of(options: PlanArguments, console: Console) -> PlanReport:
+    from dayzero.commands.engine_options import size_of
     from dayzero.hardware import load_hardware_entry_points
     from dayzero.planner.plan_report import PlanOptions
     from dayzero.planner.planner import plan_source
@@ -58,7 +66,9 @@ def report_of(options: PlanArguments, console: Console) -> PlanReport:
         context=options.context_tokens,
         concurrency=options.concurrency,
         cache=options.cache,
+        drafts=options.drafts,
         recipe=None if options.recipe is None else str(options.recipe),
+        expert_bytes=None if options.expert_memory is None else size_of("--expert-memory", options.expert_memory),
         known=load_hardware_entry_points(),
     )
     return plan_source(options.source, wanted, console.progress)

@@ -36,6 +36,14 @@ class ServeArguments(EngineArguments):
     max_body: Annotated[str, typer.Option("--max-body", metavar="SIZE", help="Longest request body.")] = "32MiB"
     max_images: Annotated[int, typer.Option(min=0, help="Images in one request.")] = 16
     max_image_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of one image.")] = "20MiB"
+    max_image_pixels: Annotated[int, typer.Option(min=1, metavar="N", help="Width x height of one image.")] = 64_000_000
+    allow_image_urls: Annotated[
+        bool, typer.Option("--allow-image-urls", help="Fetch images by http(s) from any public host.")
+    ] = False
+    image_host: Annotated[
+        list[str] | None,
+        typer.Option("--image-host", metavar="HOST", help="Fetch images from this host; may be repeated."),
+    ] = None
     stall_seconds: Annotated[
         float, typer.Option(min=0.1, help="Unhealthy when work is queued and no step has ended for this long.")
     ] = 10.0
@@ -82,7 +90,14 @@ def _config(arguments: ServeArguments) -> ServerConfig:
         max_body_bytes=size_of("--max-body", arguments.max_body),
         max_images=arguments.max_images,
         max_image_bytes=size_of("--max-image-bytes", arguments.max_image_bytes),
+        max_image_pixels=arguments.max_image_pixels,
+        image_hosts=_hosts(arguments),
     )
+
+
+def _hosts(arguments: ServeArguments) -> tuple[str, ...]:
+    named = tuple(host.strip().lower() for host in arguments.image_host or ())
+    return (*named, *(["*"] if arguments.allow_image_urls else []))
 
 
 def _name_of(source: str) -> str:

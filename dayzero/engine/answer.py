@@ -70,6 +70,7 @@ class Answer:
                 skip_special=params.skip_special_tokens,
                 keep=keep,
                 stop=params.stop,
+                min_tokens=params.min_tokens,
                 include_stop=params.include_stop,
             )
         self._deltas: list[Delta] = []

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from dayzero.engine.events import Output, Progress
+from dayzero.engine.media import ImageInfo
 from dayzero.engine.request import NewRequest
 
 EngineState = Literal["loading", "ready", "draining", "restarting", "dead"]
@@ -19,7 +20,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: longest prompt + answer in tokens that the engine takes (trained context, limited by the plan).
     stop_ids: from every source. vocab: rows of the head. defaults: sampling defaults of generation_config.json.
     table: rows of the start-up table (label, value): layout, cache groups, bindings, longest context, concurrency,
-    smallest reusable prefix, dtype, weights.
+    smallest reusable prefix, dtype, weights. images: what it takes, None: none.
     """
 
     source: str
@@ -34,6 +35,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pool_tokens: int
     max_running: int
     facts: dict[str, Any] = {}
+    images: ImageInfo | None = None
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

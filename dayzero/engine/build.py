@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from dayzero.arch.raw import Raw
 from dayzero.chat.service import ChatService
+from dayzero.chat.tiktoken_form import Vocabulary, is_known, read_vocabulary
 from dayzero.checkpoint.config_json import read_object
 from dayzero.checkpoint.source import Source, open_source
 from dayzero.engine.grammar import Grammars
@@ -37,7 +38,8 @@ def engine_loop(launch: LaunchSpec, executor: LoadedExecutor, wake: Callable[[],
     info, config = executor.info, launch.config
     if launch.executor == "upstream":  # each request has the library's own cache there; nothing is shared
         config = replace(config, prefix_cache=False)
-    decides = (info.source, info.family, info.dtype, sorted(info.facts.get("bindings", {}).items()))
+    chosen = sorted(info.facts.get("bindings", {}).items()), info.facts.get("expert_inputs")
+    decides = (info.source, info.family, info.dtype, chosen)
     scheduler = Scheduler(
         executor.layout,
         executor.num_slabs,
@@ -46,14 +48,17 @@ def engine_loop(launch: LaunchSpec, executor: LoadedExecutor, wake: Callable[[],
         info.max_model_len,
         fingerprint=repr(decides).encode(),
     )
-    grammars = Grammars(lambda: tokenizer_json(launch.source), info.vocab, info.stop_ids, wake)
-    return EngineLoop(executor, scheduler, grammars, run_ahead=config.run_ahead)
+    grammars = Grammars(tokenizer_json(launch.source), info.vocab, info.stop_ids, wake)
+    return EngineLoop(executor, scheduler, grammars, run_ahead=config.run_ahead, images=info.images)
 
 
-def tokenizer_json(where: str) -> str | None:
-    """Text of the tokenizer.json of the checkpoint at ``where``, None when it has none."""
+def tokenizer_json(where: str) -> str | Vocabulary | None:
+    """Text of the tokenizer.json of the checkpoint at ``where``, or what stands in its other form; None when it has
+    neither."""
     source = open_source(where)
-    return source.text(TOKENIZER) if source.exists(TOKENIZER) else None
+    if source.exists(TOKENIZER):
+        return source.text(TOKENIZER)
+    return read_vocabulary(source) if is_known(source) else None
 
 
 def chat_service(

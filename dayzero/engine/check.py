@@ -12,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 
 from dayzero.engine.request import Grammar, GrammarKind, SamplingParams
-from dayzero.errors import UsageError
+from dayzero.errors import FieldError
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -23,12 +23,8 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_GRAMMAR_CHARS = 1 << 20
 
 
-class ParamError(UsageError):
+class ParamError(FieldError):
     """A sampling parameter, or a prompt, that cannot be served. field: its name as in SamplingParams, or ``prompt``."""
-
-    def __init__(self, field: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.field = field
 
 
 def check(params: SamplingParams, prompt_len: int, max_model_len: int, vocab: int) -> SamplingParams:

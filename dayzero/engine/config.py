@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from dayzero.errors import UsageError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+ExpertInputs = Literal["bf16", "fp8_128"]
 
 _MAX_PAGE_TOKENS = 1024
 
@@ -25,14 +26,16 @@ class EngineConfig:
     model was trained for. page_tokens: tokens of a page of the cache. pool_bytes: bytes of the cache pool; None: what
     the plan leaves. snapshot_tokens: distance between state snapshots in tokens; None: state bytes over token bytes.
     snapshot_bytes: budget of all snapshots; None: a quarter of the pool. prefix_cache: reuse what earlier requests
-    computed. max_waiting: requests that may wait for a slot; more are refused as overload. bindings: (site pattern,
-    variant) pairs that overrule the plan's choice. seed: where requests without a seed of their own draw it from.
-    run_ahead: schedule each step before the result of the one before is known; None: where
+    computed. image_cache_bytes: what encoded images may take that are kept for later requests. max_waiting: requests
+    that may wait for a slot; more are refused as overload. bindings: (site pattern, variant) pairs that overrule the
+    plan's choice. expert_bytes: memory for routed experts, the others are read when they are chosen; None: all are
+    held. expert_inputs: format that inputs of routed experts are rounded to. seed: where requests without a seed of
+    their own draw it from. run_ahead: schedule each step before the result of the one before is known; None: where
     the executor computes while the host goes on. debug: check invariants and bounds after every call, slowly.
     """
 
     max_running: int = 64
-    max_step_tokens: int = 2048
+    max_step_tokens: int = 512
     chunk_tokens: int | None = None
     max_model_len: int | None = None
     page_tokens: int = 64
@@ -40,9 +43,12 @@ class EngineConfig:
     snapshot_tokens: int | None = None
     snapshot_bytes: int | None = None
     prefix_cache: bool = True
+    image_cache_bytes: int = 1 << 30
     max_waiting: int = 1024
     dtype: Dtype = "auto"
     bindings: tuple[tuple[str, str], ...] = ()
+    expert_bytes: int | None = None
+    expert_inputs: ExpertInputs = "bf16"
     seed: int = 0
     run_ahead: bool | None = None
     debug: bool = False
@@ -50,12 +56,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_running", "max_step_tokens", "page_tokens"):
             _whole(name, getattr(self, name), 1)
-        for name in ("chunk_tokens", "max_model_len", "pool_bytes", "snapshot_tokens"):
+        for name in ("chunk_tokens", "max_model_len", "pool_bytes", "snapshot_tokens", "expert_bytes"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1)
         if self.snapshot_bytes is not None:
             _whole("snapshot_bytes", self.snapshot_bytes, 0)
         _whole("max_waiting", self.max_waiting, 0)
+        _whole("image_cache_bytes", self.image_cache_bytes, 0)
         _whole("seed", self.seed, 0)
         if self.run_ahead not in (None, True, False):
             raise UsageError(f"run_ahead is {self.run_ahead!r}; it must be true, false or left out")
@@ -64,6 +71,9 @@ class EngineConfig:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         if self.dtype not in get_args(Dtype):
             raise UsageError(f"dtype is {self.dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
+        if self.expert_inputs not in get_args(ExpertInputs):
+            known = ", ".join(get_args(ExpertInputs))
+            raise UsageError(f"expert_inputs is {self.expert_inputs!r}; it must be one of {known}")
         if self.page_tokens > _MAX_PAGE_TOKENS or self.page_tokens & (self.page_tokens - 1):
             raise UsageError(f"page_tokens is {self.page_tokens}; it must be a power of two up to {_MAX_PAGE_TOKENS}")
         if self.max_running > self.max_step_tokens:

@@ -8,18 +8,21 @@ Paper: the library is imported when the first grammar comes.
 from __future__ import annotations
 
 import json
-import re
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from dayzero.chat.tiktoken_form import SPLIT, Vocabulary
+from dayzero.engine.grammar_words import one_sentence
 from dayzero.engine.request import Grammar, NewRequest
-from dayzero.errors import UserError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -28,8 +31,9 @@ if TYPE_CHECKING:
 NO_TOKENIZER = "the checkpoint has no tokenizer.json, which structured output needs; ask without a grammar"
 # Between the parts of a JSON text. An endless run of it would be valid, and models do fall into one.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-MAX_SENTENCE = 300
 MAX_COMPILED = 32  # grammars kept: services ask with the same few schemas again and again
+COMPILERS = 4  # grammars compiled at a time: a slow one does not hold up the others
+COMPILE_SECONDS = 10.0  # the largest schemas that the library takes need some tenths of one
 
 Result = TypeVar("Result")
 Ids = Iterable[int]
@@ -39,7 +43,7 @@ class GrammarError(ValueError):
     """A grammar that cannot be used, or an answer that it has no continuation for. The message is one sentence."""
 
 
-def check_grammar(grammar: Grammar, tokenizer_json: str | None) -> str | None:
+def check_grammar(grammar: Grammar, tokenizer_json: str | Vocabulary | None) -> str | None:
     """Why this grammar cannot be used, as a sentence; None when it can.
 
     tokenizer_json: text of the checkpoint's file, None when it has none. The first call with a tokenizer takes up to a
@@ -55,18 +59,20 @@ def check_grammar(grammar: Grammar, tokenizer_json: str | None) -> str | None:
 
 
 @lru_cache(maxsize=2)
-def _only_tokenizer(tokenizer_json: str) -> LLTokenizer:
+def _only_tokenizer(tokenizer_json: str | Vocabulary) -> LLTokenizer:
     return read_tokenizer(tokenizer_json, 0)
 
 
-def read_tokenizer(tokenizer_json: str, vocab: int) -> LLTokenizer:
-    """The matchers' view of a tokenizer: text of tokenizer.json, rows of the head (0: not known).
+def read_tokenizer(tokenizer_json: str | Vocabulary, vocab: int) -> LLTokenizer:
+    """The matchers' view of a tokenizer: text of tokenizer.json or the other form, rows of the head (0: not known).
 
     It is not told which ids end an answer: there may be several, some unknown to the file; ``Guard`` sees to them.
     Errors: GrammarError when the file cannot be read so.
     """
     from llguidance import LLTokenizer
 
+    if isinstance(tokenizer_json, Vocabulary):
+        return _read_ranks(tokenizer_json, vocab)
     if not tokenizer_json.lstrip().startswith("{"):  # anything else would be taken for a path
         raise GrammarError("structured output cannot read tokenizer.json: it is no JSON object")
     try:
@@ -79,6 +85,19 @@ def read_tokenizer(tokenizer_json: str, vocab: int) -> LLTokenizer:
         return LLTokenizer(tokenizer_json)  # more ids than the head has rows
     except ValueError as error:
         raise GrammarError(f"structured output cannot read tokenizer.json: {one_sentence(str(error))}") from None
+
+
+def _read_ranks(found: Vocabulary, vocab: int) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    last = max(found.added.values())
+    return LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]  # the stubs lack it
+        encoder=dict(found.ranks),
+        special_tokens=dict(found.added),
+        pattern=SPLIT,
+        eos_token=last,  # the library wants one; see above
+        n_vocab=max(vocab, last + 1),
+    )
 
 
 def start_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
@@ -102,7 +121,7 @@ _NAMES = {
     "json_schema": "JSON schema",
     "regex": "regex",
     "choice": "list of choices",
-    "lark": "Lark grammar",
+    "lark": "grammar",  # often made from a client's schema and the model's own call format
 }
 
 
@@ -140,16 +159,6 @@ def _choices(text: str) -> list[str]:
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError("it must be a JSON list of one or more texts")
     return choices
-
-
-def one_sentence(text: str) -> str:
-    """What the library says, without its picture of the place and its dump of the state."""
-    lines = [line.strip() for line in text.partition("<state>")[0].splitlines()]
-    said = " ".join(line for line in lines if line.strip("^ ") and not _PICTURE.match(line))
-    return said if len(said) <= MAX_SENTENCE else f"{said[: MAX_SENTENCE - 1]}…"
-
-
-_PICTURE = re.compile(r"\d+ \|")
 
 
 class Guard:
@@ -203,22 +212,40 @@ class Guard:
         return bytes(allowed)
 
 
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A request whose grammar is being compiled. until: when that has taken too long, by time.monotonic."""
+
+    request: NewRequest
+    future: Future[LLMatcher]
+    until: float
+
+
 class Grammars:
-    """Grammars of all live requests, by request id. They are compiled on a thread of their own: a large schema takes
+    """Grammars of all live requests, by request id. They are compiled on threads of their own: a large schema takes
     tenths of a second, in which nobody else's tokens should wait.
 
-    read_json: text of tokenizer.json, None when the checkpoint has none; called once, when it is first needed. vocab:
-    rows of the head. stop_ids: ids that end an answer. wake: called from that thread when one is ready.
+    tokenizer_json: text of the checkpoint's file or its other form, kept until the first grammar comes; None when it
+    has none. vocab: rows of the head. stop_ids: ids that end an answer. wake: called from another thread when ``ready``
+    has something. seconds: a grammar that is not compiled by then is refused.
     """
 
     def __init__(
-        self, read_json: Callable[[], str | None], vocab: int, stop_ids: Iterable[int], wake: Callable[[], None]
+        self,
+        tokenizer_json: str | Vocabulary | None,
+        vocab: int,
+        stop_ids: Iterable[int],
+        wake: Callable[[], None],
+        *,
+        seconds: float = COMPILE_SECONDS,
     ) -> None:
-        self._read_json, self._vocab, self._ends, self._wake = read_json, vocab, frozenset(stop_ids), wake
+        self._text, self._vocab, self._ends, self._wake = tokenizer_json, vocab, frozenset(stop_ids), wake
+        self._seconds = seconds
+        self._kept = threading.Lock()  # of the tokenizer and the compiled grammars, which the compilers share
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._compiler: ThreadPoolExecutor | None = None
-        self._coming: dict[str, tuple[NewRequest, Future[LLMatcher]]] = {}
+        self._compilers: ThreadPoolExecutor | None = None
+        self._coming: dict[str, _Coming] = {}
         self._guards: dict[str, Guard] = {}
         self._failed: dict[str, str] = {}
 
@@ -230,21 +257,25 @@ class Grammars:
     def begin(self, request: NewRequest) -> None:
         """Compile the request's grammar; ``ready`` will give the request back."""
         assert request.params.grammar is not None
-        if self._compiler is None:
-            self._compiler = ThreadPoolExecutor(1, "grammars")
-        future = self._compiler.submit(self._compile, request.params.grammar)
-        self._coming[request.id] = request, future
-        future.add_done_callback(lambda _: self._wake())
+        if self._compilers is None:
+            self._compilers = ThreadPoolExecutor(COMPILERS, "grammars")
+        future = self._compilers.submit(self._compile, request.params.grammar)
+        late = threading.Timer(self._seconds, self._wake)
+        late.daemon = True
+        self._coming[request.id] = _Coming(request, future, time.monotonic() + self._seconds)
+        late.start()
+        future.add_done_callback(lambda _: (late.cancel(), self._wake()))
 
     def ready(self, wait: bool = False) -> list[tuple[NewRequest, str | None]]:
         """Requests whose grammar is compiled, in order of arrival, and why it cannot be used (None: it can).
-        wait: for the first of those that are coming."""
-        if wait:
-            for _, future in self._coming.values():
-                futures.wait([future])
-                break
-        done = [(request, future) for request, future in self._coming.values() if future.done()]
-        return [(request, self._arrived(request, future)) for request, future in done]
+        wait: until there is one, if any are coming."""
+        if wait and self._coming:
+            until = min(coming.until for coming in self._coming.values())
+            every = [coming.future for coming in self._coming.values()]
+            futures.wait(every, max(0.0, until - time.monotonic()), futures.FIRST_COMPLETED)
+        now = time.monotonic()
+        done = [coming for coming in self._coming.values() if coming.future.done() or now >= coming.until]
+        return [(coming.request, self._arrived(coming)) for coming in done]
 
     def cancel(self, request_id: str) -> bool:
         """Forget a request that ``ready`` has not given back; whether there was one."""
@@ -270,14 +301,19 @@ class Grammars:
         self._failed.pop(request_id, None)
 
     def close(self) -> None:
-        if self._compiler is not None:
-            self._compiler.shutdown(wait=False, cancel_futures=True)
+        if self._compilers is not None:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
 
-    def _arrived(self, request: NewRequest, future: Future[LLMatcher]) -> str | None:
+    def _arrived(self, coming: _Coming) -> str | None:
+        request, future = coming.request, coming.future
         del self._coming[request.id]
+        if not future.done():  # it cannot be stopped in the middle; the library's own limits end it
+            future.cancel()
+            kind = _NAMES[request.params.grammar.kind] if request.params.grammar is not None else "grammar"
+            return f"the {kind} cannot be used: it was not compiled within {self._seconds:g} seconds; make it simpler"
         error = future.exception()
         if error is not None:
-            return str(error) if isinstance(error, GrammarError | UserError) else _bug(error)
+            return str(error) if isinstance(error, GrammarError) else _bug(error)
         assert request.params.grammar is not None
         assert self._tokenizer is not None
         self._guards[request.id] = Guard(
@@ -291,19 +327,25 @@ class Grammars:
         return None
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        """On the compiler's thread, which alone touches what it keeps here."""
-        if self._tokenizer is None:
-            text = self._read_json()
-            if text is None:
-                raise GrammarError(NO_TOKENIZER)
-            self._tokenizer = read_tokenizer(text, self._vocab)
-        key = msgspec.structs.replace(grammar, after=None)
-        if key not in self._compiled:
-            self._compiled[key] = start_matcher(grammar, self._tokenizer)
+        """On a compiler's thread."""
+        with self._kept:
+            if self._tokenizer is None:
+                if self._text is None:
+                    raise GrammarError(NO_TOKENIZER)
+                self._tokenizer = read_tokenizer(self._text, self._vocab)
+                self._text = None
+            tokenizer = self._tokenizer
+            key = msgspec.structs.replace(grammar, after=None)
+            found = self._compiled.get(key)
+            if found is not None:
+                self._compiled.move_to_end(key)
+                return found.deep_copy()
+        made = start_matcher(grammar, tokenizer)
+        with self._kept:
+            self._compiled[key] = made
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        return self._compiled[key].deep_copy()
+            return made.deep_copy()
 
     def _run(self, request_id: str, work: Callable[[], Result]) -> Result | None:
         """Whatever goes wrong in a grammar ends the one request it belongs to."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from itertools import count
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
-from dayzero.chat.conversation import Conversation, Message, Role, Tool
+from dayzero.chat.conversation import Conversation, Tool
+from dayzero.chat.encoding import ChatEncoding, GrammarText
 from dayzero.chat.encoding import Prompt as ChatPrompt
+from dayzero.chat.media import placed, spread
 from dayzero.chat.pieces import OutputParser, Piece, assemble
 from dayzero.chat.tokenizer import Tokenizer
 from dayzero.engine.answer import Answer, ChatOutput, Delta, RequestOutput
@@ -24,7 +26,9 @@ from dayzero.engine.config import EngineConfig
 from dayzero.engine.events import Progress
 from dayzero.engine.inprocess import InProcessEngine
 from dayzero.engine.launch import LaunchSpec, LoadProgress
+from dayzero.engine.media import images_of
 from dayzero.engine.request import Grammar, NewRequest, SamplingParams
+from dayzero.engine.turns import Turn, turn_of
 from dayzero.errors import UsageError
 
 Prompt = str | Sequence[int]
@@ -52,6 +56,8 @@ class LLM:
         stops = tuple(sorted({*launch.stop_ids, *self._chat.stop_ids}))
         self._engine = InProcessEngine(msgspec.structs.replace(launch, stop_ids=stops), progress, make)
         self._numbers = count()
+        if self._chat.tokenizer is not None:
+            self._chat.tokenizer.limit(self.info.max_model_len)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -114,13 +120,14 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message | Mapping[str, str]],
+        messages: Sequence[Turn],
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
         **template_kwargs: Any,
     ) -> ChatOutput:
-        """The next turn of a conversation. messages: Message, or mappings with ``role`` and ``content``, both text.
+        """The next turn of a conversation. messages: Message, or mappings with ``role`` and ``content``: a text, or a
+        list of texts and of mappings ``{"image": …}`` with a path, a file's bytes, a Pillow image or a data: URI.
 
         template_kwargs: variables of the chat template (enable_thinking…). Errors: UsageError when the checkpoint has
         no chat format, or for what the format cannot express; else as ``generate``. ``n`` must be 1.
@@ -131,7 +138,7 @@ class LLM:
 
     def stream_chat(
         self,
-        messages: Sequence[Message | Mapping[str, str]],
+        messages: Sequence[Turn],
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
@@ -141,17 +148,24 @@ class LLM:
         encoding, params = self._chat.encoding, params or self.default_params
         if encoding is None:
             raise UsageError(self._chat.why_no_chat)
-        turns = [_message(number, message) for number, message in enumerate(messages)]
+        info = self.info.images
+        turns = [turn_of(number, message, info) for number, message in enumerate(messages)]
         conversation = Conversation(turns, tools, template_kwargs=template_kwargs)
         conversation.check()
         prompt = encoding.prompt(conversation)
         parser = encoding.parser(conversation, prompt)
-        found = encoding.tool_grammar(conversation, prompt)
-        if found is not None and params.grammar is None:
+        found = _grammar(encoding, conversation, prompt, params.grammar)
+        if found is not None:
             params = msgspec.structs.replace(
                 params, grammar=Grammar(kind=found.kind, text=found.text, after=found.after)
             )
-        return self._stream_chat(prompt, parser, self._one(prompt.ids, params))
+        pictures = [part.image for turn in turns for part in turn.images if part.image is not None]
+        media = []
+        if info is not None and pictures:
+            prompt = replace(prompt, ids=spread(prompt.ids, info.pad_id, pictures))
+            media = images_of(placed(prompt.ids, info.pad_id, pictures))
+        request = msgspec.structs.replace(self._one(prompt.ids, params), media=media)
+        return self._stream_chat(prompt, parser, request)
 
     def _stream_chat(
         self, prompt: ChatPrompt, parser: OutputParser, request: NewRequest
@@ -168,9 +182,11 @@ class LLM:
         yield ChatOutput(message=assemble(pieces), output=answer.whole(prompt.text, prompt.ids, 0))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt's text. UsageError when the checkpoint has no tokenizer."""
+        """Token ids of a prompt's text. UsageError when the checkpoint has no tokenizer, or for a text that no prompt
+        could hold."""
         if self.tokenizer is None:
             raise UsageError(self._chat.why_no_tokenizer)
+        self.tokenizer.check_length(text)
         return self.tokenizer.encode(text, special=True, begin=True)
 
     def progress(self) -> Progress:
@@ -206,8 +222,6 @@ class LLM:
         params = check(params, len(ids), info.max_model_len, info.vocab)
         if params.stop and self.tokenizer is None:
             raise ParamError("stop", f"stop needs text; {self._chat.why_no_tokenizer}")
-        if params.stop and params.min_tokens:
-            raise ParamError("min_tokens", "min_tokens cannot be held together with stop texts; use stop_token_ids")
         leader, found, now = None, [], time.time()
         for index in range(params.n):
             seed = None if params.seed is None else (params.seed + index + SEEDS) % (2 * SEEDS) - SEEDS
@@ -227,6 +241,17 @@ class LLM:
                 return
 
 
+def _grammar(
+    encoding: ChatEncoding, conversation: Conversation, prompt: ChatPrompt, asked: Grammar | None
+) -> GrammarText | None:
+    """What holds the answer: the caller's grammar where content begins, or calls of the tools that are offered."""
+    if asked is None:
+        return encoding.tool_grammar(conversation, prompt)
+    if conversation.offered:
+        return encoding.either_grammar(conversation, prompt, asked.kind, asked.text)
+    return encoding.answer_grammar(prompt, asked.kind, asked.text)
+
+
 def _launch(path: str, options: dict[str, Any]) -> LaunchSpec:
     known = [field.name for field in fields(EngineConfig)]
     for name in options:
@@ -235,15 +260,6 @@ def _launch(path: str, options: dict[str, Any]) -> LaunchSpec:
             raise UsageError(f"LLM has no option {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
     config = EngineConfig(**{name: value for name, value in options.items() if name in known})
     return LaunchSpec(source=path, config=config, **{n: v for n, v in options.items() if n in LAUNCH_OPTIONS})
-
-
-def _message(number: int, message: Message | Mapping[str, str]) -> Message:
-    if isinstance(message, Message):
-        return message
-    role, content = message.get("role"), message.get("content")
-    if set(message) != {"role", "content"} or not isinstance(role, str) or not isinstance(content, str):
-        raise UsageError(f"messages[{number}] must have role and content, both text; for more use chat's Message")
-    return Message.of(cast(Role, role), content)
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.open import LoadedModel, open_model
-from dayzero.blocks.site import binder, prepacker
+from dayzero.blocks.site import prepacker
 from dayzero.blocks.stack import Stack
 from dayzero.cache.layout import Dtype, Layout, lay_out
 from dayzero.cache.manager import CacheManager
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.config import EngineConfig
+from dayzero.engine.experts import KeptExperts, keep_experts
 from dayzero.engine.launch import LaunchSpec, LoadProgress
+from dayzero.engine.media import image_info
 from dayzero.errors import MachineError
 from dayzero.ops.bind import bound_uses, load_entry_points
 from dayzero.ops.catalog import REFERENCE
 from dayzero.planner.bindings import choose
 from dayzero.planner.detect import detect
+from dayzero.planner.experts import with_expert_inputs
+from dayzero.planner.image_processor import read_pixel_rule
 from dayzero.planner.memory import available_bytes
 from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from dayzero.units import bytes_text, counted
@@ -42,6 +47,7 @@ class Loaded:
     layout: Layout
     num_slabs: int
     info: EngineInfo
+    experts: KeptExperts
 
 
 def load_model(launch: LaunchSpec, progress: LoadProgress | None = None) -> Loaded:
@@ -50,6 +56,8 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None) -> Load
     config = launch.config
     catalog, _ = load_entry_points()
     model = open_model(launch.source, recipe=launch.recipe, dtype=DTYPES.get(config.dtype))
+    model, images = _with_images(model)
+    model = replace(model, spec=with_expert_inputs(model.spec, config.expert_inputs))
     dtype = model.loader.dtype
     hardware, _ = detect()
     asked = dict(config.bindings)
@@ -59,19 +67,33 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None) -> Load
     else:
         bindings = choose(uses, hardware, ELEMENTS[dtype], catalog)
     bindings = {**bindings, **bound_uses(asked, uses, catalog)}
-    stack = Stack(model.spec, model.loader.load, bind=binder(bindings, catalog), prepack=prepacker(bindings, catalog))
-    total = float(sum(entry.nbytes for entry in model.index.entries.values()))
+    experts = keep_experts(model, bindings, catalog, config.expert_bytes)
+    stack = Stack(model.spec, experts.load, bind=experts.bind, prepack=prepacker(bindings, catalog))
+    total = float(experts.bytes_to_load(sum(entry.nbytes for entry in model.index.entries.values())))
     for _ in stack.load_all():
         if progress is not None:
             progress(float(model.loader.bytes_read), total)
     layout = lay_out(model.spec.cache(), dtype=ELEMENTS[dtype], page_tokens=config.page_tokens)
-    num_slabs = _pool_slabs(layout, config, model.spec)
-    info = _info(launch, model, layout, num_slabs, bindings)
-    return Loaded(model, stack, layout, num_slabs, info)
+    num_slabs = _pool_slabs(layout, config, model.spec, experts.bytes_to_come)
+    info = _info(launch, model, layout, num_slabs, bindings, experts)
+    if images is not None and model.spec.vision is not None:
+        table = [*info.table, ("images", images)]
+        info = msgspec.structs.replace(info, images=image_info(model.spec.vision), table=table)
+    return Loaded(model, stack, layout, num_slabs, info, experts)
 
 
-def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec) -> int:
-    """Slabs of the pool: as many bytes as asked for; else half of what is free, up to what can ever be used.
+def _with_images(model: LoadedModel) -> tuple[LoadedModel, str | None]:
+    """The model with the checkpoint's own numbers for images, and where they come from; None without a tower."""
+    tower = model.spec.vision
+    if tower is None:
+        return model, None
+    rule, why = read_pixel_rule(model.source, tower)
+    return replace(model, spec=replace(model.spec, vision=replace(tower, pixels=rule))), why
+
+
+def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec, promised_bytes: int = 0) -> int:
+    """Slabs of the pool: as many bytes as asked for; else half of what is free and not promised, up to what can ever
+    be used.
 
     MachineError when not even the shortest sequence fits.
     """
@@ -80,7 +102,7 @@ def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec) -> int:
     else:
         longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
         full = config.max_running * (longest * layout.token_bytes + layout.window_bytes + 2 * layout.state_footprint)
-        size = min(int(POOL_SHARE * available_bytes()), MOST_POOL_BYTES, max(full, 64 * layout.slab_bytes))
+        size = min(int(POOL_SHARE * max(0, available_bytes() - promised_bytes)), MOST_POOL_BYTES, max(full, 64 * layout.slab_bytes))
     least = layout.slab_bytes * max(1, len(layout.token_groups)) + 2 * layout.state_footprint
     if size < least:
         raise MachineError(
@@ -91,8 +113,9 @@ def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def _info(
-    launch: LaunchSpec, model: LoadedModel, layout: Layout, num_slabs: int, bindings: Mapping[str, str]
-) -> EngineInfo:
+    launch: LaunchSpec, model: LoadedModel, layout: Layout, num_slabs: int, bindings: Mapping[str, str],
+    experts: KeptExperts,
+) -> EngineInfo:  # fmt: skip
     config, spec, dtype = launch.config, model.spec, ELEMENTS[model.loader.dtype]
     files = read_tokenizer_files(model.source, model.config)
     stops = ending_ids(launch, files, spec.vocab)
@@ -104,6 +127,7 @@ def _info(
     table = [
         ("model", f"{spec.family}, {len(spec.layers)} layers, {dtype}"),
         ("weights", bytes_text(model.loader.bytes_read)),
+        *experts.rows(),
         *_binding_rows(bindings, spec),
         ("pool", pool),
         *layout.lines(),
@@ -116,7 +140,7 @@ def _info(
     return EngineInfo(
         source=launch.source, family=spec.family, dtype=dtype, max_model_len=longest, vocab=spec.vocab, stop_ids=stops,
         defaults=defaults, table=table, page_tokens=layout.page_tokens, pool_tokens=pool_tokens,
-        max_running=config.max_running, facts={"bindings": dict(bindings), "bytes_read": model.loader.bytes_read},
+        max_running=config.max_running, facts={"bindings": dict(bindings), "bytes_read": model.loader.bytes_read, "expert_inputs": config.expert_inputs},
     )  # fmt: skip
 
 

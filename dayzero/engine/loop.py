@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dayzero.engine.events import Abort, Batch, Drain, Output, Progress, Stop, Submit, ToEngine
 from dayzero.engine.executor import Executor, Late
 from dayzero.engine.grammar import GrammarError, Grammars
+from dayzero.engine.media import ImageInfo, why_not
 from dayzero.engine.request import NewRequest
 from dayzero.engine.scheduler import Scheduler
 from dayzero.engine.step import Step, StepResult
@@ -35,11 +36,13 @@ class EngineLoop:
         clock: Callable[[], float] = time.time,
         *,
         run_ahead: bool | None = None,
+        images: ImageInfo | None = None,
     ) -> None:
         """executor: loaded. clock: seconds since the epoch. run_ahead: schedule one step ahead of results; None: where
-        the executor computes while the host goes on."""
+        the executor computes while the host goes on. images: what the executor takes, None: none."""
         self._executor, self._scheduler, self._grammars, self._clock = executor, scheduler, grammars, clock
         self._run_ahead = executor.overlaps if run_ahead is None else run_ahead
+        self._images = images
         self._live: set[str] = set()
         self._ahead: tuple[int, Step] | None = None  # handle of the step that is sampled, or being computed
         self._outputs: list[Output] = []  # to be sent with the next batch
@@ -81,6 +84,10 @@ class EngineLoop:
             self._add(request)
 
     def _add(self, request: NewRequest) -> None:
+        why = why_not(request, self._images)
+        if why is not None:
+            self._tell(Output(id=request.id, finish="error", error=("internal", why)))
+            return
         refused = self._scheduler.add(request)
         if refused is not None:
             self._tell(refused)

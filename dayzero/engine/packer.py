@@ -27,7 +27,9 @@ class Packer:
 
     def begin(self, seq: Sequence, opened: Opened) -> None:
         """``seq`` starts or comes back with this step."""
-        self._new.append(NewSlot(seq.slot, seq.id, seq.params, seq.prompt_tokens, tuple(seq.known)))
+        self._new.append(
+            NewSlot(seq.slot, seq.id, seq.params, seq.prompt_tokens, tuple(seq.known), tuple(seq.request.media))
+        )
         self._before += opened.before
 
     def add(self, seq: Sequence, end: int) -> None:

@@ -28,7 +28,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: shares of probability. Penalties as OpenAI's (presence,
     frequency: over generated tokens) and CTRL's (repetition: prompt and generated). logit_bias: token id -> addend.
-    seed: None draws one. stop: texts that end the answer and are not part of it. max_tokens: None is up to the
+    seed: None draws one. stop: texts that end the answer and are not part of it. min_tokens: no stop token among so
+    many first tokens, and no stop text that one of them completes. max_tokens: None is up to the
     context. logprobs, prompt_logprobs: number of alternatives to report (0: the chosen token's own only); None: none.
     """
 
@@ -54,12 +55,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
 
 
+class Image(msgspec.Struct, frozen=True, kw_only=True):
+    """An image in a prompt, over ``rows`` x ``columns`` placeholders from token ``first`` on. pixels: uint8 RGB, row by
+    row, as the tower sees them. key: hash of the pixels and their shape; equal keys mean equal images."""
+
+    key: bytes
+    first: int
+    rows: int
+    columns: int
+    pixels: bytes
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to be continued (an ``n`` of several is sent as several of these).
 
     prompt: token ids, at least one. priority: lower goes first. arrival: seconds since the epoch. salt: sequences with
     different salts never share cache. leader: id of a request with the same prompt whose prompt should be computed
-    first, so that this one finds it in the cache.
+    first, so that this one finds it in the cache. media: the prompt's images, in order.
     """
 
     id: str
@@ -69,6 +85,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float = 0.0
     salt: str | None = None
     leader: str | None = None
+    media: list[Image] = []
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -19,6 +19,7 @@ from dayzero.cache.views import PoolViews
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.choose import Chooser
 from dayzero.engine.executor import Late
+from dayzero.engine.images import Images
 from dayzero.engine.launch import LaunchSpec, LoadProgress
 from dayzero.engine.load import Loaded, load_model
 from dayzero.engine.slots import Slots
@@ -53,6 +54,8 @@ class LocalRunner:
         config = self._launch.config
         self._chooser = Chooser(loaded.info.stop_ids, config.seed, config.max_running, best)
         self._slots = Slots(self._views, self._chooser.newest)
+        tower = loaded.stack.spec.vision
+        self._images = Images(tower, self._encode, config.image_cache_bytes) if tower is not None else None
 
     @property
     def _ready(self) -> Loaded:
@@ -91,6 +94,11 @@ class LocalRunner:
 
     def release(self, slot: int) -> None:
         self._chooser.release(slot)
+        if self._images is not None:
+            self._images.release(slot)
+
+    def _encode(self, pixels_YXC: Tensor) -> Tensor:
+        return self.stack.encode_image(pixels_YXC)
 
     def health(self) -> str | None:
         return None if self._loaded is not None else "the model is not loaded yet"
@@ -103,6 +111,10 @@ class LocalRunner:
         for new in step.new:
             self._chooser.begin(new)
         view = self._slots.view(step)
+        if self._images is not None:
+            for new in step.new:
+                self._images.begin(new)
+            view = self._images.placed(step, view)
         before = time.perf_counter()
         hidden_TD = self.stack.forward(view)
         computed = time.perf_counter() - before
@@ -110,7 +122,9 @@ class LocalRunner:
             self._views.copy_blocks(copy.group, copy.source, copy.target)
         rows = self._sample(step, view, hidden_TD, late)
         seconds = time.perf_counter() - began
-        return StepResult(step.number, rows, seconds, seconds - computed)
+        facts = self._ready.experts.take_counts()
+        facts |= self._images.take_counts() if self._images is not None else {}
+        return StepResult(step.number, rows, seconds, seconds - computed, facts)
 
     def _sample(self, step: Step, view: StepView, hidden_TD: Tensor, late: Late) -> tuple[RowResult, ...]:
         """Tokens of the rows that are to have one; log-probabilities of prompts where they are asked for.

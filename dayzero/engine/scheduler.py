@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 from dayzero.cache.layout import Layout
 from dayzero.cache.manager import CacheManager
+from dayzero.cache.prefix import Media
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.demand import Demand
 from dayzero.engine.events import Output
@@ -184,7 +185,7 @@ class Scheduler:
         findable = seq.known
         if seq.params.prompt_logprobs is not None:
             findable = seq.known[: seq.collected + 1]  # what is not computed gives no log-probabilities
-        opened = manager.open(seq.id, findable, salt=seq.request.salt)
+        opened = manager.open(seq.id, findable, salt=seq.request.salt, media=_media(seq))
         if opened is None:
             return False
         seq.computed = seq.allocated = opened.hit
@@ -240,6 +241,8 @@ class Scheduler:
         assert result.number == number, f"the result of step {result.number} came before that of step {number}"
         assert len(result.rows) == len(flight), f"step {number} has {len(flight)} rows, its result {len(result.rows)}"
         outputs, now = self.take_outputs(), self._clock()
+        for name, more in result.facts.items():
+            self._counters[name] += more
         for (seq, row), got in zip(flight, result.rows):
             assert got.request_id == seq.id, f"step {number}: a result of {got.request_id} in the row of {seq.id}"
             seq.flights -= 1
@@ -338,5 +341,10 @@ class Scheduler:
 
 _COUNTERS = (
     "prefix_queries", "prefix_hits", "computed_tokens", "recomputed_tokens", "generated_tokens", "dropped_tokens",
-    "bad_rows", "grammar_failures", "aborted", "refused", "stuck",
+    "bad_rows", "grammar_failures", "aborted", "refused", "stuck", "mm_queries", "mm_hits",
+    "expert_hits", "expert_misses", "expert_prefetches", "expert_evictions", "expert_bytes_read",
 )  # fmt: skip
+
+
+def _media(seq: Sequence) -> list[Media]:
+    return [(image.key, image.first, image.tokens) for image in seq.request.media]

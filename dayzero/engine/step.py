@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dayzero.cache.layout import StateCopy
-from dayzero.engine.request import SamplingParams
+from dayzero.engine.request import Image, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,15 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class NewSlot:
-    """A request that starts or comes back: ``slot`` belongs to it from this step on. known: all its ids so far."""
+    """A request that starts or comes back: ``slot`` belongs to it from this step on. known: all its ids so far.
+    media: the images of its prompt."""
 
     slot: int
     request_id: str
     params: SamplingParams
     prompt_tokens: int
     known: tuple[int, ...]
+    media: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """seconds: time from submit to result; host_seconds: the part of it that was not spent in operators, if known."""
+    """seconds: time from submit to result; host_seconds: the part of it that was not spent in operators, if known.
+    facts: what it adds to the engine's counters, by their names."""
 
     number: int
     rows: tuple[RowResult, ...]

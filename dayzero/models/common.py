@@ -6,14 +6,17 @@ head and layer norms; attention; dense and expert matrices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dayzero.arch.raw import Raw
-from dayzero.arch.spec import LayerSpec, ModelSpec, Tie
+from dayzero.arch.spec import Draft, LayerSpec, ModelSpec, Tie
 from dayzero.arch.vision import Vision
-from dayzero.checkpoint.rules import Alias, Ignore, Rule, RuleLike
+from dayzero.checkpoint.rules import Alias, Beside, Either, Fuse, Ignore, Narrow, Optional, Rule, RuleLike, Split
 from dayzero.errors import ConfigError
+
+LAYERS = "layers."
 
 
 def read_tie(raw: Raw, outer: Raw | None = None, *, default: bool) -> Tie:
@@ -59,6 +62,7 @@ def assemble(
     positions: int,
     vision: Vision | None = None,
     facts: Mapping[str, Any] | None = None,
+    extra: Draft | None = None,
 ) -> ModelSpec:
     """The spec of a model whose final norm is like its layers' and whose head is untied unless the config says so.
 
@@ -76,6 +80,7 @@ def assemble(
         max_positions=positions,
         stop_ids=read_stop_ids(text, outer),
         vision=vision,
+        extra=extra,
         facts=facts or {},
     )
 
@@ -148,9 +153,33 @@ def expert_rules(module: str, names: Sequence[str] = ("gate_proj", "up_proj", "d
 
 
 def draft_layers(root: str, first: int, count: int) -> tuple[RuleLike, ...]:
-    """Layers stored after the last one that predict further tokens: not run by the plain forward."""
-    why = "a draft layer (multi-token prediction); the plain forward does not run it"
-    return tuple(Ignore(f"{root}layers.{first + n}.*", why=why, draft=True) for n in range(count))
+    """Layers stored after the last one that predict further tokens, where nothing published tells what is in them."""
+    why = "a draft layer (multi-token prediction) of a form that is not known; the plain forward does not run it"
+    return tuple(Ignore(f"{root}layers.{first + n}.*", why=why) for n in range(count))
+
+
+def extra_of(rules: Iterable[RuleLike], old: str = "", new: str = "") -> tuple[RuleLike, ...]:
+    """The rules of layers once more, for layers beside the plain forward: parameters below ``extra.`` instead of
+    ``layers.``, tensors below ``new`` instead of ``old``. Rules of other things are left out."""
+    out: list[RuleLike] = []
+    for rule in rules:
+        if isinstance(rule, Either):
+            out.append(Either(tuple(extra_of(option, old, new) for option in rule.options)))
+        elif isinstance(rule, Beside):
+            out.append(Beside(_extra(rule.param), extra_of(rule.rules, old, new)))
+        elif isinstance(rule, Split) and rule.params[0].startswith(LAYERS):
+            params = tuple(_extra(param) for param in rule.params)
+            out.append(replace(rule, tensor=new + rule.tensor.removeprefix(old), params=params))
+        elif isinstance(rule, Fuse) and rule.param.startswith(LAYERS):
+            tensors = tuple(new + tensor.removeprefix(old) for tensor in rule.tensors)
+            out.append(replace(rule, tensors=tensors, param=_extra(rule.param)))
+        elif isinstance(rule, Rule | Narrow | Optional) and rule.param.startswith(LAYERS):
+            out.append(replace(rule, tensor=new + rule.tensor.removeprefix(old), param=_extra(rule.param)))
+    return tuple(out)
+
+
+def _extra(param: str) -> str:
+    return "extra." + param.removeprefix(LAYERS)
 
 
 TwinSizes = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -160,7 +189,8 @@ def twin(sizes: Mapping[str, Any]) -> TwinSizes:
     """A recipe's ``TWIN``: config -> sizes of a small copy, by dotted key from the root.
 
     sizes: keys of the text config, dotted below it. ``?`` before a key: only where the config has it (a spelling among
-    several). ``/`` first: from the root. Token ids beyond the small vocabulary move to 256 and up, equal ids alike.
+    several). ``/`` first: from the root. Token ids beyond the small vocabulary move to 256 and up, equal ids alike, but for
+    those that ``sizes`` gives.
     """
 
     def small(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +209,7 @@ def twin(sizes: Mapping[str, Any]) -> TwinSizes:
         moved: dict[int, int] = {}
         for part in (config, text):
             for key, value in part.items():
-                if vocab and key.endswith("_token_id") and value is not None:
+                if vocab and key.endswith("_token_id") and value is not None and key not in out:
                     out[key] = _moved(value, vocab, moved)
         return out
 

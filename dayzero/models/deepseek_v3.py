@@ -5,7 +5,7 @@ from __future__ import annotations
 from dayzero.arch.raw import Raw
 from dayzero.arch.spec import ModelSpec
 from dayzero.models.common import twin
-from dayzero.models.latent import lineage_rules, read_lineage
+from dayzero.models.latent import extra_lineage_rules, lineage_rules, read_lineage
 from dayzero.models.recipe import Oracle, Traits
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
@@ -22,6 +22,7 @@ def spec(raw: Raw) -> ModelSpec:
 
 
 rules = lineage_rules
+extra_rules = extra_lineage_rules
 
 # Ragged FP8 blocks, four groups of which two stay, three dense layers, and YaRN over a length a test can pass.
 SIZES = {

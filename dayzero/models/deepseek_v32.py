@@ -10,7 +10,7 @@ from dayzero.arch.raw import Raw
 from dayzero.arch.spec import ModelSpec
 from dayzero.models import deepseek_v3
 from dayzero.models.common import kinds_by_layer, twin
-from dayzero.models.latent import lineage_rules, read_lineage
+from dayzero.models.latent import extra_lineage_rules, lineage_rules, read_lineage
 from dayzero.models.recipe import Oracle, Traits
 
 ARCHITECTURES = ("DeepseekV32ForCausalLM",)
@@ -32,6 +32,7 @@ def spec(raw: Raw) -> ModelSpec:
 
 
 rules = lineage_rules
+extra_rules = extra_lineage_rules
 
 # Sixteen index heads: with few, a score is exactly zero where relu cuts all of them, and such ties sit at the cut.
 TWIN = twin(

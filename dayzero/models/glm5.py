@@ -13,7 +13,7 @@ from dayzero.arch.spec import ModelSpec
 from dayzero.errors import ConfigError
 from dayzero.models.common import kinds_by_layer, restates, twin
 from dayzero.models.deepseek_v32 import LAYER_KINDS
-from dayzero.models.latent import lineage_rules, read_lineage
+from dayzero.models.latent import extra_lineage_rules, lineage_rules, read_lineage
 from dayzero.models.recipe import Oracle, Traits
 
 ARCHITECTURES = ("GlmMoeDsaForCausalLM",)
@@ -61,6 +61,7 @@ def _shared(raw: Raw, num_layers: int) -> list[bool]:
 
 
 rules = lineage_rules
+extra_rules = extra_lineage_rules
 
 # Eight layers, so that the schedule of every fourth (offset three) gives full 0, 1, 2, 6 and shared 3, 4, 5, 7.
 TWIN = twin(

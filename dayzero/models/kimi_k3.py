@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dayzero.arch.channels import GLU, Channel, MoE
-from dayzero.arch.mixers import MLA, Delta, Index
+from dayzero.arch.index import Index
+from dayzero.arch.mixers import MLA, Delta
 from dayzero.arch.norms import Activation, Norm
 from dayzero.arch.raw import Raw
 from dayzero.arch.residuals import AttnRes
@@ -21,14 +22,14 @@ from dayzero.models.common import assemble, draft_layers, text_part, twin
 from dayzero.models.kimi import read_delta, read_kinds, read_no_rope, read_norm, text_rules
 from dayzero.models.latent import read_channels, read_sizes
 from dayzero.models.moonvit import TWIN_TOWER, read_tower, tower_rules
-from dayzero.models.recipe import Traits
+from dayzero.models.recipe import Oracle, Traits
 
 ARCHITECTURES = ("KimiK3ForConditionalGeneration", "KimiK31ForConditionalGeneration", "KimiLinearForCausalLM")
 TRAITS = Traits(
     needs=("attn_res_block_size", "routed_expert_hidden_size", "activation_situ_beta", "linear_attn_config"),
     lacks=("index_topk",),
 )
-ORACLE = None  # no library has the family
+ORACLE = Oracle(file="kimi_k3.py", images=True)  # no library has the family
 
 # The keys of dsa_config were reported, not read: further spellings are accepted, anything else stays unread and fails.
 DSA_LAYERS = ("dsa_layers", "layers", "sparse_layers", "indexer_layers", "sparse_attn_layers")
@@ -138,13 +139,15 @@ def rules(spec: ModelSpec) -> tuple[RuleLike, ...]:
     )  # fmt: skip
 
 
-# Two periods, then a second latent layer as at the real end; three blocks of the residual, the last one short.
+# Two periods, then a second latent layer as at the real end; three blocks of the residual, the last one short. The
+# special ids stand behind 256 others, in the same order as the real ones do.
 TWIN = twin(
     {
         "hidden_size": 160, "intermediate_size": 288, "moe_intermediate_size": 96, "routed_expert_hidden_size": 64,
         "num_hidden_layers": 9, "attn_res_block_size": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
         "q_lora_rank": 72, "kv_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 24,
         "num_experts": 16, "num_experts_per_token": 4, "vocab_size": 512, "max_position_embeddings": 4096,
+        "?bos_token_id": 256, "eos_token_id": 258, "/?media_placeholder_token_id": 277, "/?pad_token_id": 511,
         "linear_attn_config.num_heads": 4, "linear_attn_config.head_dim": 32,
         "linear_attn_config.full_attn_layers": [4, 8, 9], "linear_attn_config.kda_layers": [1, 2, 3, 5, 6, 7],
         **{f"?dsa_config.{key}": size for keys, size in TWIN_DSA for key in keys},

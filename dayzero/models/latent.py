@@ -10,18 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dayzero.arch.channels import GLU, Channel, MoE, Router
-from dayzero.arch.mixers import MLA, Index
+from dayzero.arch.index import Index
+from dayzero.arch.mixers import MLA
 from dayzero.arch.norms import Activation, Norm
 from dayzero.arch.raw import Raw
 from dayzero.arch.residuals import Plain
 from dayzero.arch.rope import Rope, RopeConfig, Yarn, read_rope, yarn_magnitude
-from dayzero.arch.spec import LayerSpec, ModelSpec
-from dayzero.checkpoint.rules import Rule, RuleLike
+from dayzero.arch.spec import Draft, LayerSpec, ModelSpec
+from dayzero.checkpoint.rules import Rule, RuleLike, Stored
 from dayzero.errors import ConfigError
 from dayzero.models.common import (
     assemble,
-    draft_layers,
     expert_rules,
+    extra_of,
     frame_rules,
     glu_rules,
     kinds_by_layer,
@@ -156,7 +157,16 @@ def read_lineage(raw: Raw, family: str, index_style: Literal["half", "interleave
     raw.ignore("ep_size", why="how the publisher spread the experts")
     layers = [LayerSpec(mixer, channel, Plain(norm)) for channel in channels]
     num_drafts = raw.int("num_nextn_predict_layers", "num_mtp_layers", default=0)
-    return assemble(family, raw, None, layers, positions, facts={"draft_layers": num_drafts})
+    return assemble(
+        family, raw, None, layers, positions, facts={"draft_layers": num_drafts},
+        extra=_drafts(raw, layers[-1], num_drafts, num_layers),
+    )  # fmt: skip
+
+
+def _drafts(raw: Raw, last: LayerSpec, count: int, first: int) -> Draft | None:
+    """Draft layers are stored behind the last one and are like it; each has an index of its own."""
+    norm, vocab = last.residual.norm, raw.int("vocab_size", least=1)
+    return Draft(norm, vocab, {first + n: last for n in range(count)}) if count else None
 
 
 def latent_rules(module: str) -> tuple[RuleLike, ...]:
@@ -189,5 +199,15 @@ def lineage_rules(spec: ModelSpec) -> tuple[RuleLike, ...]:
         Rule(attn + "indexer.k_norm.bias", "layers.{i}.mixer.index.k_norm_bias"),
         *glu_rules(mlp),
         *moe_rules(mlp, ("gate_proj", "up_proj", "down_proj")),
-        *draft_layers("model.", len(spec.layers), int(spec.facts["draft_layers"])),
+        Stored("*.eh_proj.weight", None, why="published in BF16 although the config's quantisation does not except it"),
     )
+
+
+def extra_lineage_rules(spec: ModelSpec) -> tuple[tuple[RuleLike, ...], tuple[RuleLike, ...]]:
+    """Every tensor of the draft layers; and the copies of embedding and head that files may hold among them."""
+    layer = "model.layers.{i}."
+    names = {"enorm": "embed_norm", "hnorm": "hidden_norm", "eh_proj": "join", "shared_head.norm": "final_norm"}
+    copies = {"embed_tokens": "embed", "shared_head.head": "head"}
+    own = tuple(Rule(f"{layer}{name}.weight", f"extra.{{i}}.{param}") for name, param in names.items())
+    copied = tuple(Rule(f"{layer}{name}.weight", f"extra.{{i}}.{param}") for name, param in copies.items())
+    return (*extra_of(lineage_rules(spec)), *own), copied

@@ -1,22 +1,31 @@
-"""Moonshot's vision tower (MoonViT-3d) and projector, for the paper half: what its config says, its tensors' names."""
+"""Moonshot's vision tower (MoonViT-3d) and projector: what its config says, and its tensors' names.
+
+Videos (several frames of one clip) are in the publisher's code and in no service; nothing here makes them.
+"""
 
 from __future__ import annotations
 
+from dayzero.arch.norms import Norm
+from dayzero.arch.pixels import FitAndPad
 from dayzero.arch.raw import Raw
 from dayzero.arch.vision import PatchTower
 from dayzero.checkpoint.rules import Rule, RuleLike
 from dayzero.errors import ConfigError
 from dayzero.models.common import restates
 
+# torch's RMSNorm without an eps takes that of float32, for inputs in bfloat16 too.
+TOWER_EPS = 2.0**-23
+MAX_PATCHES, MAX_SIDE_PATCHES = 65536, 512  # in_patch_limit and patch_limit_on_one_side of the release
+
 
 def read_tower(outer: Raw, text_dim: int) -> PatchTower | None:
     """The tower of a multimodal config, None without vision_config. What no known tower does is refused."""
     outer.ignore(
-        "media_placeholder_token_id", "image_placeholder", "video_placeholder", "use_unified_vision_chunk",
-        why="where images stand in a prompt is the vision part's work; text prompts hold none",
+        "image_placeholder", "video_placeholder", "use_unified_vision_chunk",
+        why="words of the publisher's processor: here an encoder writes the placeholder ids",
     )  # fmt: skip
     if not outer.has("vision_config"):
-        outer.ignore("vision_config", why="null: no vision tower")
+        outer.ignore("vision_config", "media_placeholder_token_id", why="no vision tower")
         return None
     raw = outer.sub("vision_config")
     dim, layers = raw.int("vt_hidden_size", least=1), raw.int("vt_num_hidden_layers", least=1)
@@ -33,20 +42,25 @@ def read_tower(outer: Raw, text_dim: int) -> PatchTower | None:
     raw.one_of("merge_type", allowed=("sd2_tpool",))
     raw.one_of("mm_projector_type", allowed=("patchmergerv2",))
     raw.one_of("projector_hidden_act", allowed=("gelu",))
-    raw.float("projector_ln_eps")
+    eps = raw.float("projector_ln_eps")
     restates(raw, "mm_hidden_size", dim)
     restates(raw, "text_hidden_size", text_dim)
     raw.ignore("init_pos_emb_time", why="frames of a video; positions in time are computed, not stored")
+    patch = raw.int("patch_size", least=1)
     return PatchTower(
         dim=dim,
         inner=raw.int("vt_intermediate_size", least=1),
         heads=raw.int("vt_num_attention_heads", least=1),
         layers=layers,
         qkv_dim=raw.int("qkv_hidden_size", least=1),
-        patch=raw.int("patch_size", least=1),
+        patch=patch,
         grid=(raw.int("init_pos_emb_height", least=1), raw.int("init_pos_emb_width", least=1)),
         merge=merge[0],
         out_dim=text_dim,
+        norm=Norm(dim, TOWER_EPS, scale_in="f32"),
+        out_norm=Norm(text_dim, eps, scale_in="f32"),
+        pixels=FitAndPad(patch, merge[0], MAX_PATCHES, MAX_SIDE_PATCHES),
+        pad_id=outer.int("media_placeholder_token_id", least=0),
     )
 
 

@@ -13,7 +13,7 @@ from dayzero.checkpoint.rules import Expansion, expand, glob_match
 from dayzero.decl import ParamDecl
 from dayzero.errors import UserError
 from dayzero.models.reading import PARTS, Reading
-from dayzero.models.recipe import RECIPE_ERRORS
+from dayzero.models.recipe import RECIPE_ERRORS, with_extra
 
 # Keys that say nothing about the family: every config may have them.
 NEUTRAL_KEYS = {*BOOKKEEPING, "quantization_config", "compression_config", "dtype", "torch_dtype"}
@@ -43,7 +43,8 @@ class TensorMatch:
 class Nearness:
     """score: share of keys, plus share of tensor patterns where files are known.
 
-    num_read: of num_keys weighed keys, those read to the last key below them. as_near: other families of this score.
+    num_read: of num_keys keys, those that are not unread; the keys of an object count one by one where some are unread.
+    as_near: other families of this score.
     """
 
     reading: Reading
@@ -87,7 +88,8 @@ def nearness(reading: Reading, config: Mapping[str, Any], patterns: Mapping[str,
     shares = {key: _share_read(key, value, unread) for key, value in units.items()}
     held = sum(share / 2 if key in faulty else share for key, share in shares.items())
     missing = {_unit(r.key) for r in reading.refusals if r.stated is None} - set(units)
-    out = Nearness(reading, held / max(len(units) + len(missing), 1), sum(s == 1 for s in shares.values()), len(units))
+    num_read = sum(_num_read(key, value, unread) for key, value in units.items())
+    out = Nearness(reading, held / max(len(units) + len(missing), 1), num_read, num_read + len(unread))
     if patterns:
         out.tensors = match_tensors(reading, patterns)
     return out
@@ -119,6 +121,15 @@ def _share_read(path: str, value: Any, unread: set[str]) -> float:
     return sum(_share_read(f"{path}.{key}", inner, unread) for key, inner in value.items()) / len(value)
 
 
+def _num_read(path: str, value: Any, unread: set[str]) -> int:
+    """How many keys a key stands for, itself or those below it, without the unread ones."""
+    if path in unread:
+        return 0
+    if not any(key.startswith(f"{path}.") for key in unread):
+        return 1
+    return sum(_num_read(f"{path}.{key}", inner, unread) for key, inner in value.items())
+
+
 def match_tensors(reading: Reading, patterns: Mapping[str, str]) -> TensorMatch:
     """The files' patterns against those that the reading's model would store."""
     expansion = expansion_of(reading.spec, reading, whole=False) if reading.spec is not None else None
@@ -132,10 +143,12 @@ def match_tensors(reading: Reading, patterns: Mapping[str, str]) -> TensorMatch:
     # Of each choice, the option that the files hold; the first where they hold none.
     chosen = expansion.choose(lambda group: rooted(unpacked(group.name.replace("{e}", "0")), out.roots) in patterns)
     wanted = {rooted(unpacked(g.name.replace("{e}", "0")), out.roots): None for g in chosen.groups}
+    beside = (part for part in (expansion.extra, expansion.copies) if part is not None)
+    extra = {unpacked(group.name.replace("{e}", "0")) for part in beside for group in part.groups}
     others = {alias.tensor for alias in expansion.aliases}
     for pattern, name in patterns.items():
         own = rooted(name, back)
-        if pattern in wanted:
+        if pattern in wanted or unpacked(own) in extra:
             out.known.append(pattern)
         elif own in others or any(glob_match(rule.pattern, own) for rule in expansion.ignores):
             out.ignored.append(pattern)
@@ -152,7 +165,7 @@ def expansion_of(spec: ModelSpec, reading: Reading, *, whole: bool) -> Expansion
     """
     try:
         decls = spec.params() if whole else list(_one_of_each(spec))
-        return expand(decls, reading.recipe.make_rules(spec))
+        return with_extra(expand(decls, reading.recipe.make_rules(spec)), reading.recipe, spec)
     except (UserError, *RECIPE_ERRORS, SystemExit):
         return None
 

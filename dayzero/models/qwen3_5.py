@@ -1,6 +1,5 @@
-"""Qwen3.5 text, dense and routed (3.5 to 3.8): gated delta net with one gated attention layer in four, 1 + w norms.
-
-Vision and draft layers are a later part: their tensors are ignored, and the report says so.
+"""Qwen3.5, dense and routed (3.5 to 3.8): gated delta net with one gated attention layer in four, 1 + w norms, and a
+vision tower whose tokens have a row and a column position (m-rope). Draft layers are claimed and run by nothing yet.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ from dayzero.arch.norms import Norm
 from dayzero.arch.raw import Raw
 from dayzero.arch.residuals import Plain
 from dayzero.arch.rope import Rope, read_rope
-from dayzero.arch.spec import LayerSpec, ModelSpec
-from dayzero.checkpoint.rules import Beside, Either, Ignore, Rule, RuleLike, Split
+from dayzero.arch.spec import Draft, LayerSpec, ModelSpec
+from dayzero.checkpoint.rules import Beside, Either, Rule, RuleLike, Split, Stored
 from dayzero.models import common
 from dayzero.models.common import restates
+from dayzero.models.qwen_tower import TWIN_TOWER, VIDEO, read_tower, tower_rules
 from dayzero.models.recipe import Oracle, Traits
 
 TEXT_CLASS = {
@@ -35,8 +35,6 @@ ORACLE = Oracle(
     router="model.layers.{i}.mlp.gate",
 )
 KINDS = {"linear_attention": "delta", "full_attention": "attention"}
-MEDIA = ("image", "video", "vision_start", "vision_end")
-LATER = "vision is a later part: text prompts only"
 
 
 def spec(raw: Raw) -> ModelSpec:
@@ -53,12 +51,16 @@ def spec(raw: Raw) -> ModelSpec:
     mixers: dict[str, Mixer] = {"delta": _delta(text, dim, norm.eps), "attention": _attention(text, dim, positions)}
     text.one_of("hidden_act", allowed=("silu",), default="silu")
     channel = _channel(text, dim)
-    text.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", why="draft layers are not run")
-    for part in (text,) if outer is None else (text, outer):
-        part.ignore("vision_config", *(f"{name}_token_id" for name in MEDIA), why=LATER)
+    text.one_of("mtp_use_dedicated_embeddings", allowed=(False,), default=False)
+    text.ignore("vision_config", "image_token_id", *VIDEO, why="of the tower, which a text model does not have")
     layers = [LayerSpec(mixers[kind], channel, Plain(norm)) for kind in kinds]
     root = "model." if outer is None else "model.language_model."
-    return common.assemble("qwen3_5", text, outer, layers, positions, facts={"tensor_root": root})
+    num_drafts = text.int("mtp_num_hidden_layers", default=0)
+    draft = LayerSpec(mixers["attention"], channel, Plain(norm))
+    vocab = text.int("vocab_size", least=1)
+    extra = Draft(norm, vocab, dict.fromkeys(range(num_drafts), draft), shared=True) if num_drafts else None
+    tower = read_tower(outer, dim) if outer is not None else None
+    return common.assemble("qwen3_5", text, outer, layers, positions, tower, facts={"tensor_root": root}, extra=extra)
 
 
 def _norm(text: Raw, dim: int) -> Norm:
@@ -130,9 +132,18 @@ def rules(spec: ModelSpec) -> tuple[RuleLike, ...]:
         Either((fused, common.expert_rules(mlp))),  # released BF16 files fuse; FP8 files and a library's own do not
         *common.glu_rules(mlp + "shared_expert.", "layers.{i}.channel.shared."),
         Rule(mlp + "shared_expert_gate.weight", "layers.{i}.channel.shared_gate"),
-        Ignore("model.visual.*", why=LATER),
-        Ignore("mtp.*", why="a draft layer (multi-token prediction); the plain forward does not run it", draft=True),
+        *tower_rules(spec.vision),
+        Stored("mtp.fc.weight", None, why="published in BF16, whether or not the config's quantisation excepts it"),
     )
+
+
+def extra_rules(spec: ModelSpec) -> tuple[tuple[RuleLike, ...], tuple[RuleLike, ...]]:
+    """Draft layers, all with full attention, under one join and one set of norms. They hold no copies."""
+    names = {
+        "fc": "join", "pre_fc_norm_embedding": "embed_norm", "pre_fc_norm_hidden": "hidden_norm", "norm": "final_norm",
+    }  # fmt: skip
+    own = tuple(Rule(f"mtp.{name}.weight", f"extra.{param}") for name, param in names.items())
+    return (*common.extra_of(rules(spec), str(spec.facts["tensor_root"]), "mtp."), *own), ()
 
 
 TWIN = common.twin(
@@ -142,6 +153,6 @@ TWIN = common.twin(
         "?intermediate_size": 160, "?moe_intermediate_size": 64, "?shared_expert_intermediate_size": 48,
         "?num_experts": 16, "?num_experts_per_tok": 4, "vocab_size": 512, "max_position_embeddings": 4096,
         "?rope_parameters.mrope_section": [2, 1, 1], "?rope_scaling.mrope_section": [2, 1, 1],
-        "?layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2, "/?vision_config.depth": 2,
+        "?layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2, **TWIN_TOWER,
     }
 )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -109,25 +109,36 @@ def read_through(recipe: Recipe, config: Mapping[str, Any]) -> Reading:
 
 def _settled(recipe: Recipe, view: _View) -> Reading:
     """Read until the end or the bound; read again with other guesses; then ask what any allowed value would read."""
-    first, mended = _brought_through(recipe, view, second=False)
+    first, mended, before = _brought_through(recipe, view, second=False)
     out = Reading(recipe, view.part, first.spec, stop=first.said)
-    out.refusals = _once([*mended, *first.probe.session.refusals])
-    out.refusals = [r for r in out.refusals if r in mended or not _by_change(r, view, first.patches)]
+    out.refusals = _once([*mended, *before[0].probe.session.refusals, *first.probe.session.refusals])
+    out.refusals = _traced(out.refusals, mended, {view.full(path) for path in first.patches})
     runs = [first]
     if first.spec is not None and out.guessed:
-        again, mended = _brought_through(recipe, view, second=True)
+        again, mended, origins = _brought_through(recipe, view, second=True)
         runs.append(again)
         out.vague = again.spec is None
         # What only one of two readings refuses, it refuses because of a guess.
-        both = {(r.key, r.said) for r in (*mended, *again.probe.session.refusals)}
+        both = {(r.key, r.said) for run in (origins[0], again) for r in (*mended, *run.probe.session.refusals)}
         out.refusals = [r for r in out.refusals if (r.key, r.said) in both]
     picks = [(r, choice) for r in out.refusals for choice in r.choices][:MAX_CHOICES]
     tried = [_run(recipe, view, first.patches, Session(picks={r.key: choice})) for r, choice in picks]
     guesses = [run for (r, _), run in zip(picks, tried, strict=True) if r.guessed]
     out.others = [run.spec for run in (*runs[1:], *guesses) if run.spec is not None]
-    runs += tried
-    _account(out, view, runs)
+    _account(out, view, [*runs, *before, *tried])
+    numbers = {r.key: r.used * 2 for r in out.refusals if _is_default_number(r)}
+    if numbers and len(out.refusals) > 1:
+        # What is refused only beside the default of a refused number follows from that one.
+        other = _run(recipe, view, first.patches, Session(picks=numbers)).probe.session.refusals
+        still = {r.said for r in other} | {r.said for r in mended}
+        out.refusals = [replace(r, follows=r.follows or r.said not in still) for r in out.refusals]
     return out
+
+
+def _is_default_number(refusal: Refusal) -> bool:
+    """Whether a default stands in for a number that is stated otherwise; not the number in quotes itself."""
+    plain = type(refusal.used) in (int, float) and refusal.stated is not None and not refusal.choices
+    return plain and not refusal.guessed and str(refusal.used) != str(refusal.stated).strip()
 
 
 def _account(out: Reading, view: _View, runs: Sequence[_Run]) -> None:
@@ -144,30 +155,75 @@ def _account(out: Reading, view: _View, runs: Sequence[_Run]) -> None:
     ignored = {key: why for key, why in kept.ignored.items() if key not in read or key in kept.read}
     out.ledger = Ledger(read - set(ignored), ignored, dict(kept.defaulted))
     for path, value in first.patches.items():
-        stated = _get(view.data, path)
+        stated, key = _get(view.data, path), view.full(path)
         if isinstance(value, list) and stated is _GONE:
-            out.entries[view.full(path)] = dict.fromkeys(range(len(value)))
+            out.entries[key] = dict.fromkeys(range(len(value)))
         elif isinstance(value, list) and isinstance(stated, list) and len(stated) == len(value):
             pairs = enumerate(zip(stated, value, strict=True))
-            out.entries[view.full(path)] = {i: entry for i, (entry, other) in pairs if entry != other}
+            out.entries[key] = {i: entry for i, (entry, other) in pairs if entry != other}
+        elif value is _GONE and isinstance(stated, list):
+            said = [r.said for r in out.refusals if r.key == key]
+            out.entries[key] = {i: entry for i, entry in enumerate(stated) if any(repr(entry) in s for s in said)}
 
 
-def _by_change(refusal: Refusal, view: _View, patches: Patches) -> bool:
-    """Whether a key is told absent only because a change left it out, under this or another of its spellings."""
-    changed = {view.full(path) for path in patches}
-    return refusal.stated is None and any(word in changed for word in _WORD.findall(refusal.said))
+def _traced(refusals: Sequence[Refusal], mended: Sequence[Refusal], changed: set[str]) -> list[Refusal]:
+    """The refusals, with those marked that only follow from another: the recipe stops over a key that was refused
+    before, or misses one that was left out, under this or another of its spellings.
+
+    mended: from stops of the recipe's own, in the order in which they came. changed: keys that were changed for them.
+    """
+    lost = [r for r in refusals if r.stated is None and any(word in changed for word in _WORD.findall(r.said))]
+    inside = [r for r in refusals if any(r.key.startswith(f"{key}.") for key in changed)]
+    causes = [r for r in refusals if r not in mended and r not in lost and r not in inside]
+    out = []
+    for refusal in refusals:
+        if refusal not in mended:
+            follows = refusal in lost
+            out += [replace(refusal, follows=follows)] if refusal.guessed or not follows else []
+            continue
+        out.append(replace(refusal, follows=any(_speaks_of(refusal, cause) for cause in causes)))
+        causes.append(refusal)
+    return out
+
+
+def _speaks_of(refusal: Refusal, cause: Refusal) -> bool:
+    """Whether a sentence names the key of another refusal, or an object above it; a foreign entry has its own fault."""
+    if refusal.said == cause.said:
+        return False
+    entries = refusal.stated if isinstance(refusal.stated, list) else []
+    if any(isinstance(entry, str) and repr(entry) in refusal.said for entry in entries):
+        return False
+    parts = [part for part in cause.key.split(".") if part not in PARTS] or [cause.key]
+    words = {word.removeprefix(f"{part}.") for word in _WORD.findall(refusal.said) for part in PARTS}
+    above = {".".join(parts[: i + 1]) for i in range(len(parts))}
+    return bool(words & above) or parts[-1] in {word.rpartition(".")[2] for word in words}
 
 
 def _once(refusals: Iterable[Refusal]) -> list[Refusal]:
-    return list({(r.key, r.said): r for r in reversed(list(refusals))}.values())[::-1]
+    out: dict[tuple[str, str], Refusal] = {}
+    for refusal in refusals:
+        out.setdefault((refusal.key, refusal.said), refusal)
+    return list(out.values())
 
 
-def _brought_through(recipe: Recipe, view: _View, *, second: bool) -> tuple[_Run, list[Refusal]]:
-    """The run that got furthest, and what had to be changed for it. second: guess otherwise."""
+def _brought_through(recipe: Recipe, view: _View, *, second: bool) -> tuple[_Run, list[Refusal], list[_Run]]:
+    """The run that got furthest, what had to be changed for it, and the first run, with those before a list that is
+    none was left out.
+
+    second: guess otherwise.
+    """
     run = _run(recipe, view, {}, Session(second=second))
     mended: list[Refusal] = []
+    before = [run]
     seen: set[str] = set()
     for _ in range(MAX_STOPS):
+        misshapen = [r for r in run.probe.session.refusals if r.misshapen and view.local(r.key) not in run.patches]
+        if misshapen:  # as good as absent
+            mended += [replace(r, used=None, guessed=False) for r in misshapen]
+            gone = {view.local(r.key): _GONE for r in misshapen}
+            before.append(run)
+            run = _run(recipe, view, {**run.patches, **gone}, Session(second=second))
+            continue
         if run.spec is not None:
             break
         seen.add(run.said)
@@ -185,7 +241,7 @@ def _brought_through(recipe: Recipe, view: _View, *, second: bool) -> tuple[_Run
             break
         mended += _mended(run, best, view)
         run = best
-    return run, mended
+    return run, mended, before
 
 
 def _mended(stopped: _Run, best: _Run, view: _View) -> Iterator[Refusal]:
@@ -238,7 +294,11 @@ def _changes(run: _Run, view: _View, second: bool) -> tuple[list[Patches], list[
             continue
         if value is INVENTED and "list" in kinds[key]:
             value = [UNKNOWN_ENTRY]
-        early += [{path: made} for made in _lists(value, run.said, second)] if isinstance(value, list) else []
+        if isinstance(value, list):
+            # Without an entry that the recipe knows, what it takes where there is no list is less of a guess.
+            texts = [entry for entry in value if isinstance(entry, str)]
+            early += [{path: _GONE}] if texts and all(repr(entry) in run.said for entry in texts) else []
+            early += [{path: made} for made in _lists(value, run.said, second)]
         stated[path] = value
         late.append({path: _GONE})
     together: list[Patches] = [dict.fromkeys(stated, _GONE)] if len(stated) > 1 else []

@@ -3,13 +3,14 @@
 A recipe module has ``ARCHITECTURES`` (names from config.json), ``TRAITS`` (keys that tell it from look-alikes),
 ``spec(raw) -> ModelSpec`` and ``RULES`` (or ``rules(spec)``). Optional: ``ORACLE`` (where the publisher's modules
 are in transformers), ``TWIN`` (sizes for a small twin, by config key, or a function that gives them for a config),
-``MODEL_TYPES`` (for configs without architectures, such as a bare text_config), ``DRAFT`` notes.
+``MODEL_TYPES`` (for configs without architectures, such as a bare text_config), ``extra_rules(spec)`` (rules of the
+layers in ``spec.extra``, and rules of copies among their tensors).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dayzero.arch.raw import Raw
@@ -43,6 +44,7 @@ class Oracle:
     Both None where the family has none. file: a plain forward instead of a library: a name under
     dayzero/oracles, or the absolute path of one that another package ships.
     class_of: architecture -> class, where one recipe covers several. mixer_of_kind: other paths by ``mixer.kind``.
+    images: the plain forward of ``file`` takes images too.
     """
 
     class_name: str = ""
@@ -57,6 +59,7 @@ class Oracle:
     mixer_of_kind: Mapping[str, str] = field(default_factory=dict)
     file: str | None = None
     class_of: Mapping[str, str] = field(default_factory=dict)
+    images: bool = False
 
     def class_for(self, architectures: Iterable[str]) -> str:
         """The model class for a config that names ``architectures``."""
@@ -76,6 +79,7 @@ class Recipe:
     oracle: Oracle | None
     twin: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]]
     model_types: tuple[str, ...] = ()
+    make_extra: Callable[[ModelSpec], tuple[tuple[RuleLike, ...], tuple[RuleLike, ...]]] | None = None
 
 
 def read_spec(recipe: Recipe, raw: Raw) -> ModelSpec:
@@ -100,9 +104,26 @@ def read_rules(recipe: Recipe, spec: ModelSpec) -> tuple[tuple[RuleLike, ...], E
     """The recipe's rules, and what they ask of a checkpoint. ModelError when the recipe stops or a rule is none."""
     try:
         rules = recipe.make_rules(spec)
-        return rules, expand(spec.params(), rules)
+        return rules, with_extra(expand(spec.params(), rules), recipe, spec)
     except UserError:
         raise
     except (*RECIPE_ERRORS, SystemExit) as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise ModelError(f"the rules of the recipe {recipe.name} do not work out: {reason}; mend RULES.") from error
+
+
+def with_extra(expansion: Expansion, recipe: Recipe, spec: ModelSpec) -> Expansion:
+    """``expansion`` with what the layers beside the plain forward ask for; parameters of theirs that no rule fills, and
+    the like, are faults of the whole."""
+    if spec.extra is None:
+        return expansion
+    rules, of_copies = recipe.make_extra(spec) if recipe.make_extra is not None else ((), ())
+    extra, copies = expand(spec.extra.params(), rules), expand(spec.extra.copies(), of_copies)
+    return replace(
+        expansion,
+        extra=extra,
+        copies=copies,
+        without_rule=[*expansion.without_rule, *extra.without_rule],
+        filled_twice=[*expansion.filled_twice, *extra.filled_twice, *copies.filled_twice],
+        used_twice=[*expansion.used_twice, *extra.used_twice, *copies.used_twice],
+    )

@@ -88,6 +88,7 @@ def _from_module(module: ModuleType, origin: str) -> Recipe:
         oracle=getattr(module, "ORACLE", None),
         twin=getattr(module, "TWIN", {}),
         model_types=tuple(getattr(module, "MODEL_TYPES", ())),
+        make_extra=getattr(module, "extra_rules", None),
     )
 
 

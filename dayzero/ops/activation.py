@@ -19,6 +19,15 @@ _CONSTANTS: dict[str, set[str]] = {
 KINDS = tuple(_CONSTANTS)
 
 
+@contract("activation.gelu", bound=ELEMENTWISE, traits={"form": ("erf", "tanh")})
+def gelu(x: Tensor, *, form: str) -> Tensor:
+    """x times the normal distribution's share below x, in f64, rounded once to x's dtype. form: ``erf`` is exact,
+    ``tanh`` the approximation that some models were trained with (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    if form not in ("erf", "tanh"):
+        raise ValueError(f"form is 'erf' or 'tanh', not {form!r}")
+    return F.gelu(x.double(), approximate="tanh" if form == "tanh" else "none").to(x.dtype)
+
+
 @contract("activation.glu", bound=ELEMENTWISE, traits={"kind": KINDS})
 def glu(
     gate_TI: Tensor,

@@ -1,7 +1,7 @@
 """Causal attention of one sequence over its own keys.
 
 T queries, L keys (rows of a history, oldest first), H query heads, K key heads (H a multiple of K; query head h reads
-key head h // (H/K)), G = H/K, D query and key width, V value width, N listed rows.
+key head h // (H/K)), G = H/K, D query and key width, V value width.
 
 ``start`` is the row of ``k`` that holds the first query's own key: the position of the first query minus the position
 of the first key. Query i sees rows up to start + i; with a window of W, only the last W of them, its own included.
@@ -30,13 +30,6 @@ def visible(num_queries: int, num_keys: int, start: int, window: int | None, dev
     rows_L = torch.arange(num_keys, device=device)
     seen_TL = rows_L <= own_T1
     return seen_TL if window is None else seen_TL & (rows_L > own_T1 - window)
-
-
-def listed(allowed_TN: Tensor, num_keys: int) -> Tensor:
-    """[T, L] bool: which rows an index list names; -1 names none."""
-    table = torch.zeros(allowed_TN.shape[0], num_keys + 1, dtype=torch.bool, device=allowed_TN.device)
-    table.scatter_(1, torch.where(allowed_TN < 0, num_keys, allowed_TN), True)
-    return table[:, :num_keys]
 
 
 def softmax_f64(scores: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -135,57 +128,6 @@ def causal_tiled(
         parts.append((out, sink_H.float().expand(q_THD.shape[0], heads)))
     out_THV, lse_TH = merge.body(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
     return out_THV.to(q_THD.dtype), lse_TH
-
-
-@contract("attention.sparse", bound=ATTENTION, traits={k: v for k, v in TRAITS.items() if k != "window"})
-def sparse(
-    q_THD: Tensor,
-    k_LKD: Tensor,
-    v_LKV: Tensor,
-    allowed_TN: Tensor,
-    *,
-    start: int,
-    scale: float,
-    sinks_H: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``attention.causal`` over the rows that allowed [T, N] int64 names for each query (-1 = none), all heads alike.
-
-    Dense scores with a mask. A row named twice counts once; a row the query may not see counts not at all.
-    """
-    s_HTL = _scores(q_THD, k_LKD, scale, softcap)
-    seen_TL = visible(q_THD.shape[0], k_LKD.shape[0], start, None, q_THD.device) & listed(allowed_TN, k_LKD.shape[0])
-    p_HTL, lse_HT = softmax_f64(
-        s_HTL.masked_fill(~seen_TL, NEGATIVE_INFINITY), None if sinks_H is None else sinks_H[:, None]
-    )
-    return _values(p_HTL, v_LKV).to(q_THD.dtype), lse_HT.T.float()
-
-
-def sparse_gather(
-    q_THD: Tensor,
-    k_LKD: Tensor,
-    v_LKV: Tensor,
-    allowed_TN: Tensor,
-    *,
-    start: int,
-    scale: float,
-    sinks_H: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``attention.sparse`` by reading only the named rows, one query at a time. A row may be named once only."""
-    outs, lses = [], []
-    for i, allowed_N in enumerate(allowed_TN):
-        rows = allowed_N[(allowed_N >= 0) & (allowed_N <= start + i)]
-        # The gathered rows are all visible, so the query stands behind the last of them.
-        out, lse = causal.body(
-            q_THD[i : i + 1], k_LKD[rows], v_LKV[rows],
-            start=rows.shape[0], scale=scale, sinks_H=sinks_H, softcap=softcap,
-        )  # fmt: skip
-        outs.append(out)
-        lses.append(lse)
-    if not outs:
-        return q_THD.new_zeros(0, q_THD.shape[1], v_LKV.shape[2]), q_THD.new_zeros(0, q_THD.shape[1]).float()
-    return torch.cat(outs), torch.cat(lses)
 
 
 @contract("attention.gate", bound=ELEMENTWISE, traits={"per": ("channel", "head")})

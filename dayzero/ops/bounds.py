@@ -26,6 +26,10 @@ MATMUL = _bounds(1e-5, "a sum of 2^14 terms drifts by sqrt(2^14) * 2^-24 = 8e-6"
 MATMUL_F32 = {e: Rel(1e-5, "operands are exact in f32 and the result stays f32") for e in ROUNDING}
 ATTENTION = _bounds(2e-5, "two sums in a row, of scores and of values", 4, "probabilities may be rounded before P@V")
 EXPERTS = _bounds(3e-5, "three matrix products in a row", 6, "gate, up, product and down are each rounded once more")
+EXPERTS_FP8 = _bounds(
+    2.0**-11, "values within 2^-22 of the middle of two e4m3 numbers, 2^-18 of all, may go to either: by 2^-3 each",
+    6, "gate, up, product and down are each rounded once more",
+)  # fmt: skip
 RECURRENCE = _bounds(
     5e-5, "errors of one token decay no faster than the state, so about 100 of 2^-24 add up", 4, "inputs of a tile"
 )

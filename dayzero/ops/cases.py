@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from dayzero.decl import Mxfp4
 from dayzero.ops.cases_mixers import MIXER_CASES
 from dayzero.ops.cases_paged import PAGED_CASES
+from dayzero.ops.cases_sparse import SPARSE_CASES
+from dayzero.ops.cases_vision import VISION_CASES
 from dayzero.ops.contract import Case
 from dayzero.ops.random_inputs import Inputs, strided
 
@@ -147,6 +150,38 @@ def _experts() -> tuple[Case, ...]:
     return tuple(_case(f"{n} tokens {d} biases {b}", make(n, d, b)) for n, d, b in sizes)
 
 
+def _experts_in_4_bits() -> tuple[Case, ...]:
+    """Experts as a checkpoint stores them, some of their groups further apart than e4m3 reaches, some all zero."""
+
+    def stack(r: Inputs, rows: int, columns: int) -> Mxfp4:
+        codes = r.integers(0, 256, 5, rows, columns // 2).to(torch.uint8)
+        scales = r.integers(119, 124, 5, rows, columns // 32).to(torch.uint8)
+        scales[3, 1, 0] = 104  # too small for e4m3 beside its neighbours
+        codes[2, 0, :16] = 0
+        scales[2, 0, 0] = 200
+        return Mxfp4(codes, scales)
+
+    def make(tokens: int, dtype: torch.dtype, biases: bool) -> Callable[[Inputs], dict[str, Any]]:
+        def inputs(r: Inputs) -> dict[str, Any]:
+            width, inner = 160, 96
+            ids = torch.stack([r.permutation(5)[:3] for _ in range(tokens)]) if tokens else r.integers(0, 1, 0, 3)
+            if tokens > 1:
+                ids[0] = -1
+            many = tuple(r.normal(5, n, dtype=dtype) for n in (inner, inner, width)) if biases else None
+            kind = {"kind": "clamped", "limit": 7.0, "alpha": 1.702} if biases else {"kind": "silu"}
+            return {
+                "x_TD": strided(r.normal(tokens, width, dtype=dtype)), "ids_TN": ids,
+                "weights_TN": r.uniform(tokens, 3), "gate_EID": stack(r, inner, width),
+                "up_EID": stack(r, inner, width), "down_EDI": stack(r, width, inner), "activation": kind,
+                "biases": many,
+            }  # fmt: skip
+
+        return inputs
+
+    sizes = [(0, F32, False), (1, F32, True), (7, BF16, True), (63, F32, False), (65, BF16, False)]
+    return tuple(_case(f"4 bits, {n} tokens {d} biases {b}", make(n, d, b)) for n, d, b in sizes)
+
+
 def _residual() -> dict[str, tuple[Case, ...]]:
     def add(rows: int, dtype: torch.dtype) -> Callable[[Inputs], dict[str, Any]]:
         return lambda r: {
@@ -196,7 +231,7 @@ def traits_of(inputs: dict[str, Any]) -> dict[str, object]:
         if inputs.get(argument) is not None:
             found[option] = True
     for option in ("window", "softcap"):
-        if inputs.get(option) is not None and "scores_TL" not in inputs:
+        if inputs.get(option) and "scores_TL" not in inputs:
             found[option] = True
     return found
 
@@ -215,9 +250,12 @@ CASES: dict[str, tuple[Case, ...]] = {
     "linear.grouped": _linear(True),
     "activation.glu": _glu(),
     "moe.route": _route(),
-    "moe.experts": _experts(),
+    "moe.experts": (*_experts(), *_experts_in_4_bits()),
+    "moe.experts_fp8_128": _experts_in_4_bits(),
     **_residual(),
     "sample.greedy": _greedy(),
     **MIXER_CASES,
     **PAGED_CASES,
+    **SPARSE_CASES,
+    **VISION_CASES,
 }

@@ -1,4 +1,4 @@
-"""Hostile inputs for attention, index selection, recurrences and convolutions. Part of ``ops/cases``."""
+"""Hostile inputs for attention, recurrences and convolutions. Part of ``ops/cases``."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ def causal_lists(r: Inputs, num_queries: int, start: int, width: int) -> Tensor:
     return lists
 
 
-def _attention(sparse: bool) -> tuple[Case, ...]:
+def _attention() -> tuple[Case, ...]:
     def make(queries: int, start: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype) -> Make:
         def inputs(r: Inputs) -> dict[str, Any]:
             rows = start + queries
-            out = {
+            return {
                 "q_THD": strided(r.normal(queries, heads[0], widths[0], dtype=dtype)),
                 "k_LKD": strided(r.normal(rows, heads[1], widths[0], dtype=dtype)),
                 "v_LKV": r.normal(rows, heads[1], widths[1], dtype=dtype),
                 "start": start, "scale": widths[0] ** -0.5,
             }  # fmt: skip
-            return out | ({"allowed_TN": causal_lists(r, queries, start, 5)} if sparse else {})
 
         return inputs
 
     base = make(7, 30, (4, 2), (16, 16), F32)
-    cases = [
+    return (
         _case("one query, one key", make(1, 0, (1, 1), (8, 8), F32)),
         _case("from the beginning", make(65, 0, (4, 4), (16, 16), F32)),
         _case("continued, grouped", base),
@@ -53,19 +52,15 @@ def _attention(sparse: bool) -> tuple[Case, ...]:
         _case("sinks", lambda r: base(r) | {"sinks_H": r.normal(4) * 3}),
         _case("softcap", lambda r: base(r) | {"softcap": 2.0}),
         _case("no queries", make(0, 5, (2, 1), (8, 8), F32)),
-    ]
-    if not sparse:
-        cases += [
-            _case("window below the length", lambda r: base(r) | {"window": 4}),
-            _case("window of one", lambda r: make(65, 0, (2, 1), (8, 8), BF16)(r) | {"window": 1}),
-            _case("window with sinks", lambda r: base(r) | {"window": 9, "sinks_H": r.normal(4)}),
-            _case("keys after some queries", lambda r: base(r) | {"start": -3}),
-            _case("keys of an earlier part", lambda r: base(r) | {"start": 100}),
-        ]
-    return tuple(cases)
+        _case("window below the length", lambda r: base(r) | {"window": 4}),
+        _case("window of one", lambda r: make(65, 0, (2, 1), (8, 8), BF16)(r) | {"window": 1}),
+        _case("window with sinks", lambda r: base(r) | {"window": 9, "sinks_H": r.normal(4)}),
+        _case("keys after some queries", lambda r: base(r) | {"start": -3}),
+        _case("keys of an earlier part", lambda r: base(r) | {"start": 100}),
+    )
 
 
-def _latent() -> tuple[Case, ...]:
+def _latent(listed: bool) -> tuple[Case, ...]:
     def make(queries: int, start: int, shared: int, dtype: torch.dtype) -> Make:
         return lambda r: {
             "q_THD": strided(r.normal(queries, 3, 12 + shared, dtype=dtype)),
@@ -74,45 +69,21 @@ def _latent() -> tuple[Case, ...]:
         }  # fmt: skip
 
     base = make(7, 30, 8, F32)
+    lists = (
+        _case("index lists", lambda r: base(r) | {"allowed_TA": causal_lists(r, 7, 30, 5)}),
+        _case("index lists, first rows", lambda r: make(33, 0, 8, F32)(r) | {"allowed_TA": causal_lists(r, 33, 0, 5)}),
+        _case(
+            "index lists over tiles", lambda r: make(65, 290, 8, F32)(r) | {"allowed_TA": causal_lists(r, 65, 290, 99)}
+        ),
+    )
     return (
         _case("one query, one key", make(1, 0, 8, F32)),
         _case("from the beginning", make(65, 0, 8, F32)),
         _case("no shared key bf16", make(63, 1, 0, BF16)),
-        _case("index lists", lambda r: base(r) | {"allowed_TA": causal_lists(r, 7, 30, 5)}),
-        _case("index lists, first rows", lambda r: make(33, 0, 8, F32)(r) | {"allowed_TA": causal_lists(r, 33, 0, 5)}),
         _case("window and sinks", lambda r: base(r) | {"window": 6, "sinks_H": r.normal(3)}),
         _case("no queries", make(0, 5, 8, F32)),
+        *(lists if listed else ()),
     )
-
-
-def _index() -> dict[str, tuple[Case, ...]]:
-    def score(queries: int, start: int, dtype: torch.dtype) -> Make:
-        return lambda r: {
-            "q_THD": strided(r.normal(queries, 8, 16, dtype=dtype)), "k_LD": r.normal(start + queries, 16, dtype=dtype),
-            "weights_TH": r.normal(queries, 8), "start": start, "scale": 16**-0.5,
-        }  # fmt: skip
-
-    def chosen(r: Inputs) -> dict[str, Any]:
-        return {"scores_TL": strided(r.normal(63, 70)), "k": 9, "start": 7}
-
-    def ties(r: Inputs) -> dict[str, Any]:
-        # ReLU scores are often exactly 0 in many rows at once.
-        return {"scores_TL": r.integers(0, 3, 63, 70).float(), "k": 9, "start": 7}
-
-    return {
-        "sparse_index.score": tuple(
-            _case(f"{n} queries after {s} {d}", score(n, s, d))
-            for n, s, d in ((1, 0, F32), (7, 64, BF16), (63, 0, F32))
-        ),
-        "sparse_index.top_k": (
-            _case("below the length", chosen),
-            _case("best first", lambda r: chosen(r) | {"order": "score"}),
-            _case("ties", ties),
-            _case("forced", lambda r: ties(r) | {"sinks": 2, "window": 3, "tail": 4}),
-            _case("above the length", lambda r: chosen(r) | {"k": 99}),
-            _case("no queries", lambda r: {"scores_TL": r.normal(0, 7), "k": 3, "start": 7}),
-        ),
-    }
 
 
 def decay(r: Inputs, kind: str, *shape: int) -> Tensor:
@@ -184,8 +155,7 @@ def _merge(r: Inputs) -> dict[str, Any]:
 
 
 MIXER_CASES: dict[str, tuple[Case, ...]] = {
-    "attention.causal": _attention(sparse=False),
-    "attention.sparse": _attention(sparse=True),
+    "attention.causal": _attention(),
     "attention.merge": (_case("parts that saw nothing", _merge),),
     "attention.gate": (
         _case("per channel", lambda r: {"out_THV": r.normal(7, 2, 5, dtype=BF16), "gate_T": r.normal(7, 10) * 5}),
@@ -198,9 +168,8 @@ MIXER_CASES: dict[str, tuple[Case, ...]] = {
         _case("bf16", lambda r: {"latent_LR": strided(r.normal(63, 16, dtype=BF16)), "heads": 3, "nope": 8, "value": 13,
                                  "kv_b": r.normal(3 * 21, 16, dtype=BF16)}),
     ),
-    "latent.attend_expanded": _latent(),
-    "latent.attend_absorbed": _latent(),
-    **_index(),
+    "latent.attend_expanded": _latent(listed=True),
+    "latent.attend_absorbed": _latent(listed=False),
     "recurrence.gate_softplus": _gates(bounded=False),
     "recurrence.gate_bounded": _gates(bounded=True),
     "recurrence.delta": _delta(chunked=False),

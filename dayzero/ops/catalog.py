@@ -25,6 +25,7 @@ class Line:
     prepack: ``package.module:function`` that lays a weight [N, K] out for this variant, whose function then takes the
     result (which has ``nbytes``) in the weight's place; empty when it takes the weight as it is. rank: a plan prefers
     the highest that fits; 0 is never preferred. dtypes: activation dtypes it is limited to (``bf16``), empty for any.
+    packed: of experts: it takes their matrices by expert alone, each in 4 bits (``decl.Mxfp4``) or as a tensor.
     """
 
     contract: str
@@ -36,6 +37,7 @@ class Line:
     prepack: str = ""
     rank: int = 0
     dtypes: tuple[str, ...] = ()
+    packed: bool = False
 
 
 @dataclass(slots=True)
@@ -109,14 +111,16 @@ _DECAY: Traits = {"decay": ("channel", "head")}
 _DELTA: Traits = {**_DECAY, "grouped": (False, True)}
 _YES_OR_WIDTH: tuple[object, ...] = (False, True, "int")  # whether there is one, or its width in tokens
 _GLU_KINDS = ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ")
-_SPARSE: Traits = {
+_SOFTMAX: Traits = {
     "sinks": (False, True), "softcap": (False, True), "value_width": ("same", "other"), "grouped": (False, True),
 }  # fmt: skip
-_CAUSAL: Traits = {"window": _YES_OR_WIDTH, **_SPARSE}
-_LATENT: Traits = {
-    "window": _YES_OR_WIDTH, "sinks": (False, True), "index": (False, True), "shared_key": (True, False),
-}  # fmt: skip
+_CAUSAL: Traits = {"window": _YES_OR_WIDTH, **_SOFTMAX}
+_SPARSE: Traits = {**_SOFTMAX, "latent": (False, True)}
+_LATENT: Traits = {"window": _YES_OR_WIDTH, "sinks": (False, True), "shared_key": (True, False)}
+_TOKENS: Traits = {"sinks": (False, True), "window": (False, True)}
+_POOL: Traits = {"how": ("max", "gated"), "local": (False, True), "tail": ("always", "never", "scored")}
 _BIAS: Traits = {"bias": (False, True)}
+_EXPERTS_FP8: Traits = {"act": _GLU_KINDS, **_BIAS, "activation": ("fp8_128",)}
 
 # contract -> (module:function below dayzero.ops, traits)
 _REFERENCES: Mapping[str, tuple[str, Traits]] = {
@@ -139,24 +143,33 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "linear.grouped": ("linear:grouped", {}),
     "attention.causal": ("attention:causal", _CAUSAL),
     "attention.paged": ("paged:paged", _CAUSAL),
-    "attention.sparse": ("attention:sparse", _SPARSE),
+    "attention.sparse": ("sparse_attention:sparse", _SPARSE),
     "attention.merge": ("attention:merge", {}),
     "attention.gate": ("attention:gate", {"per": ("channel", "head")}),
     "latent.absorb": ("latent:absorb", {}),
     "latent.expand": ("latent:expand", {}),
-    "latent.attend_expanded": ("latent:attend_expanded", _LATENT),
+    "latent.attend_expanded": ("latent:attend_expanded", {**_LATENT, "index": (False, True)}),
     "latent.attend_absorbed": ("latent:attend_absorbed", _LATENT),
     "sparse_index.score": ("sparse_index:score", {}),
     "sparse_index.top_k": (
         "sparse_index:top_k",
         {"order": ("position", "score"), "sinks": ("int",), "window": ("int",), "tail": ("int",)},
     ),
+    "sparse_index.tokens": ("sparse_index:tokens", _TOKENS),
+    "sparse_index.pool": ("sparse_index:pool", _POOL),
+    "sparse_index.window": ("sparse_index:window", {"sinks": (False, True)}),
+    "sparse_index.grid": ("sparse_index:grid", {"reach": ("block", "near")}),
     "recurrence.gate_softplus": ("recurrence:gate_softplus", _DECAY),
     "recurrence.gate_bounded": ("recurrence:gate_bounded", _DECAY),
     "recurrence.delta": ("recurrence:delta_recurrent", _DELTA),
     "recurrence.delta_chunked": ("recurrence:delta_chunked", _DELTA),
     "conv.causal": ("conv:causal", {"act": ("silu", None), **_BIAS}),
     "activation.glu": ("activation:glu", {"kind": _GLU_KINDS}),
+    "activation.gelu": ("activation:gelu", {"form": ("erf", "tanh")}),
+    "vision.patches": ("vision:patches", {"bias": (False, True), "frames": ("int",)}),
+    "vision.positions": ("vision:positions", {"corners": (False, True)}),
+    "rope.grid": ("vision:grid", {"style": ("half", "interleaved"), "first": ("row", "column")}),
+    "attention.full": ("vision:full", {}),
     "moe.route": (
         "moe:route",
         {
@@ -165,6 +178,7 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
         },
     ),
     "moe.experts": ("moe:experts", {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)}),
+    "moe.experts_fp8_128": ("experts_fp8:experts_fp8_128", _EXPERTS_FP8),
     "residual.add": ("residual:add", {}),
     "residual.attn_mix": ("residual:attn_mix", {}),
     "residual.streams_enter": ("residual:streams_enter", {}),
@@ -177,7 +191,11 @@ _NATIVE, _ONEDNN = "dayzero.ops.native.calls", "dayzero.ops.vendor.onednn"
 _VARIANTS = (
     Line("attention.causal", "tiled", "any", (), "dayzero.ops.attention:causal_tiled", _CAUSAL),
     Line("attention.paged", "tiled", "any", (), "dayzero.ops.paged:paged_tiled", _CAUSAL),
-    Line("attention.sparse", "gather", "any", (), "dayzero.ops.attention:sparse_gather", _SPARSE),
+    Line("attention.sparse", "gather", "any", (), "dayzero.ops.sparse_attention:sparse_gather", _SPARSE),
+    Line("attention.sparse", "masked", "any", (), "dayzero.ops.sparse_attention:sparse_masked", _SPARSE),
+    Line("attention.sparse", "by_length", "any", (), "dayzero.ops.sparse_attention:sparse_by_length", _SPARSE, rank=10),
+    Line("sparse_index.tokens", "tiled", "any", (), "dayzero.ops.sparse_select:tokens_tiled", _TOKENS, rank=10),
+    Line("sparse_index.pool", "tiled", "any", (), "dayzero.ops.sparse_select:pool_tiled", _POOL, rank=10),
     Line("linear.matmul", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul", _BIAS, rank=10),
     Line("linear.matmul_f32", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul_f32", _BIAS, rank=10),
     Line("residual.add", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:add", rank=10),
@@ -191,11 +209,21 @@ _VARIANTS = (
     ),
     Line(
         "moe.experts", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:moe_experts",
-        {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)}, rank=10,
+        {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)}, rank=10, packed=True,
     ),
-    # oneDNN multiplies bf16 at speed only where the processor does; its f32 products need nothing.
+    Line(
+        "moe.experts_fp8_128", "widen", "any", (), "dayzero.ops.experts_fp8:widening", _EXPERTS_FP8, rank=10,
+        packed=True,
+    ),
+    Line("moe.experts_fp8_128", "ring", "any", (), "dayzero.ops.experts_fp8:ring", _EXPERTS_FP8, packed=True),
+    # oneDNN multiplies bf16 at speed only where the processor does, as native_cpu does as well, with one call less in
+    # between; tiles (AMX) are oneDNN's alone. Its f32 products need nothing.
     Line(
         "linear.matmul", "onednn", "cpu", ("onednn", "avx512_bf16"), f"{_ONEDNN}:matmul", _BIAS,
+        prepack=f"{_ONEDNN}:pack", rank=15, dtypes=("bf16",),
+    ),
+    Line(
+        "linear.matmul", "onednn_amx", "cpu", ("onednn", "amx_bf16"), f"{_ONEDNN}:matmul", _BIAS,
         prepack=f"{_ONEDNN}:pack", rank=30, dtypes=("bf16",),
     ),
     Line(
@@ -236,7 +264,8 @@ def builtin() -> Catalog:
     """A fresh catalog of the variants that ship with this package."""
     catalog = Catalog()
     for contract, (place, traits) in _REFERENCES.items():
-        catalog.add(Line(contract, REFERENCE, "any", (), f"dayzero.ops.{place}", traits))
+        by_expert = contract.startswith("moe.experts")
+        catalog.add(Line(contract, REFERENCE, "any", (), f"dayzero.ops.{place}", traits, packed=by_expert))
     for line in _VARIANTS:
         catalog.add(line)
     return catalog

@@ -9,17 +9,19 @@ every dtype.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from dayzero.ops.attention import NEGATIVE_INFINITY, listed, softmax_f64, visible
+from dayzero.ops.attention import NEGATIVE_INFINITY, softmax_f64, visible
 from dayzero.ops.bounds import ATTENTION, EXACT, MATMUL
 from dayzero.ops.contract import contract
+from dayzero.ops.sparse_attention import Merged, within
 
-TRAITS = {
-    "window": (False, True, "int"), "sinks": (False, True), "index": (False, True), "shared_key": (True, False),
-}  # fmt: skip
-_QUERIES_AT_ONCE = 16  # bounds the gathered rows [queries, A, C]
+TRAITS = {"window": (False, True, "int"), "sinks": (False, True), "shared_key": (True, False)}
+_QUERIES_AT_ONCE = 16  # bounds the scores [queries, H, L] of the absorbed form
+_TILE_QUERIES, _TILE_KEYS = 64, 256  # of the expanded form over listed rows
 
 
 @contract("latent.absorb", bound=EXACT)
@@ -50,12 +52,7 @@ def _split(q_THD: Tensor, cache_LC: Tensor, kv_b: Tensor) -> tuple[int, Tensor, 
     return nope, *absorb.body(kv_b.double(), heads, nope, kv_b.shape[0] // heads - nope)
 
 
-def _seen(q_THD: Tensor, num_keys: int, start: int, window: int | None, allowed_TA: Tensor | None) -> Tensor:
-    seen_TL = visible(q_THD.shape[0], num_keys, start, window, q_THD.device)
-    return seen_TL if allowed_TA is None else seen_TL & listed(allowed_TA, num_keys)
-
-
-@contract("latent.attend_expanded", bound=ATTENTION, traits=TRAITS)
+@contract("latent.attend_expanded", bound=ATTENTION, traits={**TRAITS, "index": (False, True)})
 def attend_expanded(
     q_THD: Tensor,
     cache_LC: Tensor,
@@ -69,13 +66,16 @@ def attend_expanded(
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, V] in q's dtype, lse [T, H] f32), keys and values expanded head by head.
 
-    allowed: [T, A] int64 rows each query may attend (-1 = none), applied as a mask over dense scores; None means all
-    rows that causality and the window leave. sinks as in ``attention.causal``.
+    allowed: [T, A] int64 rows each query may attend (-1 = none), applied as a mask over a tile of rows at a time; None
+    means all rows that causality and the window leave. sinks as in ``attention.causal``.
     """
     nope, w_uk_HNR, w_uv_HVR = _split(q_THD, cache_LC, kv_b)
+    if allowed_TA is not None:
+        seen = _Seen(start, window, allowed_TA)
+        return _expanded_by_tiles(q_THD, cache_LC, w_uk_HNR, w_uv_HVR, seen, scale, sinks_H)
     rank = kv_b.shape[1]
     latent_LR, shared_LP = cache_LC[:, :rank].double(), cache_LC[:, rank:].double()
-    seen_TL = _seen(q_THD, cache_LC.shape[0], start, window, allowed_TA)
+    seen_TL = visible(q_THD.shape[0], cache_LC.shape[0], start, window, q_THD.device)
     outs, lses = [], []
     for head in range(q_THD.shape[1]):
         key_LD = torch.cat([latent_LR @ w_uk_HNR[head].T, shared_LP], dim=-1)
@@ -84,6 +84,49 @@ def attend_expanded(
         outs.append(p_TL @ (latent_LR @ w_uv_HVR[head].T))
         lses.append(lse_T)
     return torch.stack(outs, 1).to(q_THD.dtype), torch.stack(lses, 1).float()
+
+
+class _Seen(NamedTuple):
+    start: int
+    window: int | None
+    allowed_TA: Tensor
+
+    def mask(self, queries: slice, keys: slice) -> Tensor:
+        """[T, L] bool for some queries over some rows."""
+        allowed = self.allowed_TA[queries]
+        start = self.start + queries.start - keys.start
+        seen_TL = visible(allowed.shape[0], keys.stop - keys.start, start, self.window, allowed.device)
+        return seen_TL & within(allowed, keys.start, keys.stop)
+
+
+def _expanded_by_tiles(
+    q_THD: Tensor, cache_LC: Tensor, w_uk_HNR: Tensor, w_uv_HVR: Tensor, seen: _Seen, scale: float,
+    sinks_H: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Keys and values of one tile at a time, merged by log-sum-exp."""
+    (num_queries, heads), num_keys, rank = q_THD.shape[:2], cache_LC.shape[0], w_uk_HNR.shape[2]
+    blocks = [slice(i, min(i + _TILE_QUERIES, num_queries)) for i in range(0, num_queries, _TILE_QUERIES)]
+    q_HTD = q_THD.double().transpose(0, 1)
+    parts = []
+    for block in blocks:
+        top_HT = q_HTD.new_full((heads, block.stop - block.start), NEGATIVE_INFINITY)
+        total_HT = torch.zeros_like(top_HT)
+        if sinks_H is not None:
+            top_HT, total_HT = sinks_H.double()[:, None].expand_as(top_HT), total_HT + 1
+        parts.append(Merged(top_HT, total_HT, w_uv_HVR.shape[1]))
+    for first in range(0, num_keys, _TILE_KEYS):
+        rows = slice(first, min(first + _TILE_KEYS, num_keys))
+        latent_LR, shared_LP = cache_LC[rows, :rank].double(), cache_LC[rows, rank:].double()
+        keys_HLD = torch.cat((latent_LR @ w_uk_HNR.transpose(1, 2), shared_LP.expand(heads, -1, -1)), dim=-1)
+        values_HLV = latent_LR @ w_uv_HVR.transpose(1, 2)
+        for block, merged in zip(blocks, parts, strict=True):
+            s_HTL = (q_HTD[:, block] @ keys_HLD.transpose(1, 2)).mul_(scale)
+            merged.sum += merged.weights(s_HTL.masked_fill_(~seen.mask(block, rows), NEGATIVE_INFINITY)) @ values_HLV
+    done = [merged.result() for merged in parts]
+    if not done:
+        return q_THD.new_zeros(0, heads, w_uv_HVR.shape[1]), q_THD.new_zeros(0, heads).float()
+    out_HTV, lse_HT = torch.cat([out for out, _ in done], dim=1), torch.cat([lse for _, lse in done], dim=1)
+    return out_HTV.transpose(0, 1).to(q_THD.dtype), lse_HT.T.float()
 
 
 @contract("latent.attend_absorbed", bound=ATTENTION, traits=TRAITS)
@@ -96,28 +139,27 @@ def attend_absorbed(
     scale: float,
     window: int | None = None,
     sinks_H: Tensor | None = None,
-    allowed_TA: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same as ``latent.attend_expanded`` with W_UK moved to the query and W_UV behind the softmax.
 
-    With ``allowed`` only the named rows are read (gather); a row may be named once only.
+    Over listed rows: the same two steps around ``attention.sparse``.
     """
     nope, w_uk_HNR, w_uv_HVR = _split(q_THD, cache_LC, kv_b)
     rank = kv_b.shape[1]
-    q_64 = q_THD.double()
-    q_THC = torch.cat([torch.einsum("thn,hnr->thr", q_64[..., :nope], w_uk_HNR), q_64[..., nope:]], dim=-1)
+    q_THC = queries_into_latent(q_THD.double(), w_uk_HNR)
+    rows_LC = cache_LC.double()
     seen_TL = visible(q_THD.shape[0], cache_LC.shape[0], start, window, q_THD.device)
     outs, lses = [], []
     for first in range(0, max(q_THD.shape[0], 1), _QUERIES_AT_ONCE):
         some = slice(first, first + _QUERIES_AT_ONCE)
-        if allowed_TA is None:
-            rows_TAC, seen_TA = cache_LC.double().expand(1, -1, -1), seen_TL[some]
-        else:
-            rows = allowed_TA[some]
-            rows_TAC = cache_LC[rows.clamp(min=0)].double()
-            seen_TA = (rows >= 0) & seen_TL[some].gather(1, rows.clamp(min=0))
-        s_THA = (q_THC[some] @ rows_TAC.transpose(1, 2) * scale).masked_fill(~seen_TA[:, None], NEGATIVE_INFINITY)
-        p_THA, lse_TH = softmax_f64(s_THA, sinks_H)
-        outs.append(torch.einsum("thr,hvr->thv", p_THA @ rows_TAC[..., :rank], w_uv_HVR))
+        s_THL = (q_THC[some] @ rows_LC.T * scale).masked_fill(~seen_TL[some, None], NEGATIVE_INFINITY)
+        p_THL, lse_TH = softmax_f64(s_THL, sinks_H)
+        outs.append(torch.einsum("thr,hvr->thv", p_THL @ rows_LC[:, :rank], w_uv_HVR))
         lses.append(lse_TH)
     return torch.cat(outs).to(q_THD.dtype), torch.cat(lses).float()
+
+
+def queries_into_latent(q_THD: Tensor, w_uk_HNR: Tensor) -> Tensor:
+    """[T, H, R + P]: W_UK moved to the query; what is shared by all heads stays as it is."""
+    nope = w_uk_HNR.shape[1]
+    return torch.cat((torch.einsum("thn,hnr->thr", q_THD[..., :nope], w_uk_HNR), q_THD[..., nope:]), dim=-1)

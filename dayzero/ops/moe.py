@@ -5,7 +5,7 @@ T tokens, E experts, N chosen experts a token, D model width, I intermediate wid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from dayzero.ops.activation import KINDS, glu
 from dayzero.ops.bounds import ELEMENTWISE, EXPERTS
 from dayzero.ops.contract import contract
+from dayzero.ops.experts_mxfp4 import dense
 from dayzero.ops.linear import matmul
 
 SCORES = ("sigmoid", "softmax", "softmax_topk")
@@ -76,6 +77,25 @@ def route(
     return ids_TN, weights_TN * scale
 
 
+def summed_by_expert(
+    x_TD: Tensor, ids_TN: Tensor, weights_TN: Tensor, one: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """sum over a token's experts of weight * one(x of the rows that chose it [R, D], expert) -> [T, D] in x's dtype.
+
+    Experts are asked in ascending id, each that some token chose once; the sum runs in f32 in that order. An id of -1
+    is no expert.
+    """
+    sum_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+    for expert in ids_TN.unique().tolist():
+        if expert < 0:
+            continue
+        chosen_TN = ids_TN == expert
+        rows = chosen_TN.any(-1).nonzero()[:, 0]
+        weight_R1 = torch.where(chosen_TN, weights_TN.float(), 0.0).sum(-1, keepdim=True)[rows]
+        sum_TD[rows] += weight_R1 * one(x_TD[rows], expert).float()
+    return sum_TD.to(x_TD.dtype)
+
+
 @contract("moe.experts", bound=EXPERTS, traits={"act": KINDS, "bias": (False, True), "activation": ("bf16",)})
 def experts(
     x_TD: Tensor,
@@ -90,20 +110,16 @@ def experts(
     """sum over the chosen experts of weight * down(glu(gate x, up x)) -> [T, D] in x's dtype.
 
     activation: keyword arguments of ``activation.glu``, e.g. {"kind": "silu"}. biases: (gate [E, I], up [E, I],
-    down [E, D]). Each projection is rounded to x's dtype; the weight is applied after down; the sum runs in f32 in
-    ascending expert id. An id of -1 is no expert. The three matrices are only indexed by expert, each once, so they may
-    be anything that gives an expert's matrix by its number.
+    down [E, D]). Inputs of the products keep x's dtype (bf16: W4A16 where weights have 4 bits). Each projection is
+    rounded to x's dtype; the weight is applied after down; the sum runs in f32 in ascending expert id. An id of -1 is
+    no expert. The three matrices are only indexed by expert, each once, so they may be anything that gives an expert's
+    matrix by its number: a tensor, or a ``decl.Mxfp4``, which is widened exactly.
     """
-    sum_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
-    for expert in ids_TN.unique().tolist():
-        if expert < 0:
-            continue
-        chosen_TN = ids_TN == expert
-        rows = chosen_TN.any(-1).nonzero()[:, 0]
-        weight_R1 = torch.where(chosen_TN, weights_TN.float(), 0.0).sum(-1, keepdim=True)[rows]
+
+    def one(x_RD: Tensor, expert: int) -> Tensor:
         b_gate, b_up, b_down = (b[expert] for b in biases) if biases is not None else (None, None, None)
-        gate = matmul.body(x_TD[rows], gate_EID[expert], b_gate)
-        up = matmul.body(x_TD[rows], up_EID[expert], b_up)
-        out = matmul.body(glu.body(gate, up, **activation), down_EDI[expert], b_down)
-        sum_TD[rows] += weight_R1 * out.float()
-    return sum_TD.to(x_TD.dtype)
+        gate = matmul.body(x_RD, dense(gate_EID[expert], x_RD.dtype), b_gate)
+        up = matmul.body(x_RD, dense(up_EID[expert], x_RD.dtype), b_up)
+        return matmul.body(glu.body(gate, up, **activation), dense(down_EDI[expert], x_RD.dtype), b_down)
+
+    return summed_by_expert(x_TD, ids_TN, weights_TN, one)

@@ -29,14 +29,16 @@ def attn_mix(
     Sources are the B bank rows, oldest first, then the running sum. score_i = rms(source_i) . (norm * proj), without
     a gamma on the key and without a 1/sqrt(H); the softmax over sources weighs the sources as they are, not normed.
     norm and proj are multiplied in f32: a product rounded to bf16 changes results visibly. proj may be [1, H].
-    B = 0 returns partial.
+    B = 0 returns partial. Sources are read where they are, one at a time: a mix happens twice a layer, and a bank of
+    a long chunk is larger than everything else a layer holds.
     """
-    sources_STH = torch.cat([bank_BTH.float(), partial_TH.float()[None]])
-    query_H = norm_weight_H.float() * proj_weight_H.float().reshape(-1)
-    keys_STH = sources_STH * inverse_rms(sources_STH, eps)
-    scores_ST = (keys_STH.double() * query_H.double()).sum(-1)
-    share_ST = torch.softmax(scores_ST, dim=0)
-    return (share_ST[..., None] * sources_STH.double()).sum(0).to(partial_TH.dtype)
+    query_H = (norm_weight_H.float() * proj_weight_H.float().reshape(-1)).double()
+    sources = (*bank_BTH, partial_TH)
+    scores_ST = torch.stack([((s.float() * inverse_rms(s, eps)).double() * query_H).sum(-1) for s in sources])
+    mixed_TH = torch.zeros(partial_TH.shape, dtype=torch.float64, device=partial_TH.device)
+    for share_T, source_TH in zip(torch.softmax(scores_ST, dim=0), sources, strict=True):
+        mixed_TH += share_T[:, None] * source_TH.double()
+    return mixed_TH.to(partial_TH.dtype)
 
 
 @contract("residual.streams_enter", bound=RESIDUAL)

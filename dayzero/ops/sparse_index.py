@@ -1,16 +1,26 @@
-"""Which rows a query attends: lightning-indexer scores and an exact top-k (DeepSeek V3.2 and its lineage).
+"""Which rows a query attends to: the generators of sparse attention, and the steps they are made of.
 
-T queries, L keys, H index heads, D index width, N chosen rows. ``start`` as in ``ops/attention``.
+T queries, L keys, H index heads, D index width, K listed rows, P pools. ``start`` as in ``ops/attention``. A generator
+reads the keys of all rows of a step where they lie and lists, for each query, positions in its own sequence: ascending,
+-1 pads at the end. The order of rows is the same everywhere: the higher score first, the lower row on ties; -0.0 and
+0.0 are the same score; -inf and NaN are never chosen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dayzero.ops.attention import NEGATIVE_INFINITY, visible
 from dayzero.ops.bounds import EXACT, MATMUL_F32
 from dayzero.ops.contract import contract
+from dayzero.view import Paged, Span
+
+_QUERIES_AT_ONCE = 16  # bounds the scores [queries, L] of the references
 
 
 @contract("sparse_index.score", bound=MATMUL_F32)
@@ -43,9 +53,10 @@ def top_k(
 ) -> Tensor:
     """[T, k] int64 rows of the k largest scores of each query, exact; the lower row on ties; -1 pads at the end.
 
-    A score of -inf and a row after the query are never chosen. order ``position``: ascending rows; ``score``: best
-    first. Forced rows come before all others and count towards k: the first ``sinks`` rows, the last ``window`` rows
-    up to and including the query's own, and with ``tail`` = pool size the rows of the pool the query leaves incomplete.
+    A score of -inf or NaN and a row after the query are never chosen. order ``position``: ascending rows; ``score``:
+    best first. Forced rows come before all others and count towards k: the first ``sinks`` rows, the last ``window``
+    rows up to and including the query's own, and with ``tail`` = pool size the rows of the pool the query leaves
+    incomplete.
     """
     if order not in ("position", "score"):
         raise ValueError(f"order is 'position' or 'score', not {order!r}")
@@ -60,8 +71,172 @@ def top_k(
     keyed_TL = scores_TL.masked_fill(forced_TL, torch.inf).masked_fill(~legal_TL, NEGATIVE_INFINITY)
     best = torch.sort(keyed_TL, dim=-1, descending=True, stable=True)
     ids_TN = best.indices[:, :k].masked_fill(best.values[:, :k] == NEGATIVE_INFINITY, -1)
-    ids_TN = torch.nn.functional.pad(ids_TN, (0, k - ids_TN.shape[1]), value=-1)
-    if order == "score":
-        return ids_TN
-    last = torch.where(ids_TN < 0, num_keys, ids_TN).sort(-1).values
-    return last.masked_fill(last == num_keys, -1)
+    ids_TN = pad(ids_TN, (0, k - ids_TN.shape[1]), value=-1)
+    return ids_TN if order == "score" else ascending(ids_TN)
+
+
+def ascending(ids_TK: Tensor) -> Tensor:
+    """Each list in rising order, -1 pads at the end."""
+    last = torch.iinfo(ids_TK.dtype).max
+    sorted_TK = ids_TK.masked_fill(ids_TK < 0, last).sort(-1).values
+    return sorted_TK.masked_fill(sorted_TK == last, -1)
+
+
+def query_blocks(keys: Paged, count: int) -> Iterator[tuple[Span, slice, int]]:
+    """(span, packed rows, position of the first of them) for blocks of at most ``count`` queries of one sequence."""
+    for span in keys.spans:
+        for begin in range(0, span.count, count):
+            rows = slice(span.first + begin, span.first + min(begin + count, span.count))
+            yield span, rows, span.start + begin
+
+
+def _whole(keys: Paged, span: Span) -> Tensor:
+    k_LD, first = keys.history(span)
+    assert first == 0, "an index sees the whole sequence"
+    return k_LD
+
+
+@contract("sparse_index.tokens", bound=EXACT, traits={"sinks": (False, True), "window": (False, True)})
+def tokens(
+    q_THD: Tensor, weights_TH: Tensor, keys: Paged, *, scale: float, k: int, sinks: int = 0, window: int = 0
+) -> Tensor:
+    """[T, k] int64: ``top_k`` of ``score``. keys: records [D] of every token of each row, the step's included.
+
+    sinks, window: so many first and last rows are forced and count towards k. weights as in ``score``.
+    """
+    out_TK = torch.full((q_THD.shape[0], k), -1, dtype=torch.int64, device=q_THD.device)
+    for span, rows, start in query_blocks(keys, _QUERIES_AT_ONCE):
+        k_LD = _whole(keys, span)[: start + rows.stop - rows.start]
+        scores_TL = score.body(q_THD[rows], k_LD, weights_TH[rows], start=start, scale=scale)
+        out_TK[rows] = top_k.body(scores_TL, k, start=start, sinks=sinks, window=window)
+    return out_TK
+
+
+def pooled_keys(k_LD: Tensor, gate_LD: Tensor, bias_SD: Tensor) -> Tensor:
+    """[L // S, D] f64: of each complete pool of S rows, the keys weighted channel by channel with softmax(gate + bias).
+
+    Source: the index of GLM-5.3-Flash.
+    """
+    size = bias_SD.shape[0]
+    whole = k_LD.shape[0] // size * size
+    weight_PSD = torch.softmax(gate_LD[:whole].double().unflatten(0, (-1, size)) + bias_SD.double(), dim=1)
+    return (weight_PSD * k_LD[:whole].double().unflatten(0, (-1, size))).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How rows form pools: ``arch.index.Pool`` as operators see it. size: rows of a pool, counted from the first.
+
+    gates, bias [S, D]: what weights a pool's keys (see ``pooled_keys``); None where a pool scores what its best visible
+    row scores. local: so many of the newest pools that compete are forced. tail: whether the rows of the pool that the
+    query leaves incomplete are ``always`` listed on top, ``never``, or compete as a pool (``scored``).
+    """
+
+    size: int
+    local: int = 0
+    tail: str = "always"
+    gates: Paged | None = None
+    bias_SD: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.gates is None) != (self.bias_SD is None):
+            raise ValueError("gates and the bias of their pool go together")
+        if self.gates is not None and self.tail == "scored":
+            raise ValueError("a pool that is not complete has no gated key, so that it cannot compete")
+
+    def width(self, pools: int) -> int:
+        """Length of the lists."""
+        return pools * self.size + (self.size - 1 if self.tail == "always" else 0)
+
+    def count(self, rows: int) -> int:
+        """Pools of that many rows: complete ones where keys are gated, else all."""
+        return rows // self.size if self.gates is not None else -(-rows // self.size)
+
+    def judged(self, scores_TP: Tensor, own_T: Tensor, first: int) -> Tensor:
+        """Scores with -inf for pools that may not compete and inf for forced ones. first: number of the first pool."""
+        numbers_P = torch.arange(first, first + scores_TP.shape[1], device=scores_TP.device)
+        newest_T1 = (own_T if self.tail == "scored" else own_T + 1 - self.size)[:, None] // self.size
+        forced_TP = (numbers_P > newest_T1 - self.local) & (numbers_P <= newest_T1)
+        return scores_TP.masked_fill(forced_TP, torch.inf).masked_fill(numbers_P > newest_T1, NEGATIVE_INFINITY)
+
+    def expanded(self, pools_TP: Tensor, own_T: Tensor) -> Tensor:
+        """[T, width] rows of the listed pools (-1: none) that each query may see, and its tail; ascending, -1 pads."""
+        rows_TPS = pools_TP[:, :, None] * self.size + torch.arange(self.size, device=pools_TP.device)
+        gone = (pools_TP[:, :, None] < 0) | (rows_TPS > own_T[:, None, None])
+        rows_TK = rows_TPS.masked_fill(gone, -1).flatten(1)
+        if self.tail == "always":
+            open_T1 = ((own_T + 1) // self.size * self.size)[:, None]
+            more = open_T1 + torch.arange(self.size - 1, device=own_T.device)
+            rows_TK = torch.cat((rows_TK, more.masked_fill(more > own_T[:, None], -1)), dim=1)
+        return ascending(rows_TK)
+
+
+@contract(
+    "sparse_index.pool",
+    bound=EXACT,
+    traits={"how": ("max", "gated"), "local": (False, True), "tail": ("always", "never", "scored")},
+)
+def pool(
+    q_THD: Tensor, weights_TH: Tensor, keys: Paged, pooling: Pooling, *, scale: float, pools: int
+) -> Tensor:  # fmt: skip
+    """[T, pooling.width(pools)] int64: rows of the best ``pools`` pools, as ``pooling`` says. weights as in ``score``."""
+    size, gates, bias_SD = pooling.size, pooling.gates, pooling.bias_SD
+    out_TK = torch.full((q_THD.shape[0], pooling.width(pools)), -1, dtype=torch.int64, device=q_THD.device)
+    for span, rows, start in query_blocks(keys, _QUERIES_AT_ONCE):
+        end = start + rows.stop - rows.start
+        k_LD, own_T = _whole(keys, span)[:end], torch.arange(start, end, device=q_THD.device)
+        if gates is not None and bias_SD is not None:
+            pooled_PD = pooled_keys(k_LD, _whole(gates, span)[:end], bias_SD)
+            scores_TP = score.body(q_THD[rows], pooled_PD, weights_TH[rows], start=pooled_PD.shape[0], scale=scale)
+        else:
+            scores_TL = score.body(q_THD[rows], k_LD, weights_TH[rows], start=start, scale=scale)
+            scores_TP = best_of_pools(scores_TL, size)
+        scores_TP = pooling.judged(scores_TP, own_T, 0)
+        chosen_TP = top_k.body(scores_TP, pools, start=scores_TP.shape[1])
+        out_TK[rows] = pooling.expanded(chosen_TP, own_T)
+    return out_TK
+
+
+def best_of_pools(scores_TL: Tensor, size: int) -> Tensor:
+    """[T, P] largest score of each pool, the last one possibly short. A NaN counts for nothing."""
+    known_TL = scores_TL.masked_fill(scores_TL.isnan(), NEGATIVE_INFINITY)
+    return pad(known_TL, (0, -known_TL.shape[1] % size), value=NEGATIVE_INFINITY).unflatten(1, (-1, size)).amax(-1)
+
+
+@contract("sparse_index.window", bound=EXACT, traits={"sinks": (False, True)})
+def window(own_T: Tensor, *, window: int, sinks: int = 0) -> Tensor:
+    """[T, sinks + window] int64: the first ``sinks`` rows, and the last ``window`` up to the query's own.
+
+    own [T] int64: each query's position in its sequence.
+    """
+    if window < 1 or sinks < 0:
+        raise ValueError(f"a window of {window} rows and {sinks} first rows is none")
+    last_TW = own_T[:, None] - torch.arange(window - 1, -1, -1, device=own_T.device)
+    first_TS = torch.arange(sinks, device=own_T.device).expand(own_T.shape[0], -1)
+    # Where window and first rows overlap, the window names them.
+    first_TS = first_TS.masked_fill(first_TS > own_T[:, None] - window, -1)
+    return ascending(torch.cat((first_TS, last_TW.masked_fill(last_TW < 0, -1)), dim=1))
+
+
+@contract("sparse_index.grid", bound=EXACT, traits={"reach": ("block", "near")})
+def grid(rows: int, columns: int, *, height: int, width: int, reach: str, device: torch.device | None = None) -> Tensor:
+    """[rows * columns, height * width] int64: the cells of a grid (row by row) that each cell attends to, both ways.
+
+    reach ``block``: the cells of its own block, where blocks of height x width tile the grid from its first cell and
+    are cut at its edges. ``near``: the cells at most height // 2 rows and width // 2 columns away; both must be odd.
+    -1 pads at the end.
+    """
+    if min(rows, columns, height, width) < 1 or (reach == "near" and not height % 2 == width % 2 == 1):
+        raise ValueError(f"no windows of {height} x {width} by {reach!r} over a grid of {rows} x {columns}")
+    if reach not in ("block", "near"):
+        raise ValueError(f"reach is 'block' or 'near', not {reach!r}")
+    lines = [
+        torch.arange(count, device=device) // size * size if reach == "block"
+        else torch.arange(count, device=device) - size // 2
+        for count, size in ((rows, height), (columns, width))
+    ]  # fmt: skip
+    y_YA = lines[0][:, None] + torch.arange(height, device=device)
+    x_XB = lines[1][:, None] + torch.arange(width, device=device)
+    cells = y_YA[:, None, :, None] * columns + x_XB[None, :, None, :]
+    inside = ((y_YA >= 0) & (y_YA < rows))[:, None, :, None] & ((x_XB >= 0) & (x_XB < columns))[None, :, None, :]
+    return ascending(cells.masked_fill(~inside, -1).reshape(rows * columns, height * width))

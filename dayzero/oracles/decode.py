@@ -60,6 +60,9 @@ class Reader:
         """Names of all physical tensors, sorted."""
         return sorted(self.places)
 
+    def spare(self, *names: str) -> None:
+        """Told by a forward: logical tensors it has a use for, but not with these tokens (experts nobody chose)."""
+
     def raw(self, name: str) -> Tensor:
         """A physical tensor as stored; a fresh copy. KeyError when there is none."""
         place = self.places[name]

@@ -1,7 +1,9 @@
 """Process that runs a plain forward given by path and writes its trace. Imports nothing of the package around it.
 
 The file defines ``forward(reader, config, tokens, emit) -> logits``: reader is ``decode.open_checkpoint``'s, config the
-parsed config.json, tokens a list of ids, emit(site, value) takes one output. Everything runs in float32.
+parsed config.json, tokens a list of ids, emit(site, value) takes one output. Everything runs in float32. Tensors that
+these tokens do not reach, such as experts nobody chose, the forward names with ``reader.spare(*names)``. Where images
+are given it is called with a fifth argument: a list of uint8 [height, width, 3], in the order of their placeholders.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 
 
 class Watched(decode.Reader):  # type: ignore[misc]
-    """The decoder, remembering which tensors were taken: what a forward never reads is told."""
+    """The decoder, remembering which tensors were taken or spared: what a forward has no use for is told."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -31,6 +33,9 @@ class Watched(decode.Reader):  # type: ignore[misc]
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         self.taken.add(name)
         return super().tensor(name, dtype)
+
+    def spare(self, *names: str) -> None:
+        self.taken.update(names)
 
     def raw(self, name: str) -> Tensor:
         self.taken.add(name)
@@ -49,11 +54,19 @@ def load(path: str) -> ModuleType:
     return module
 
 
+def read_images(folder: str | None) -> list[Tensor]:
+    if folder is None:
+        return []
+    pixels = decode.open_checkpoint(folder)
+    return [pixels.raw(f"images.{number}") for number in range(len(pixels.names()))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for flag in ("--file", "--model", "--tokens", "--out"):
         parser.add_argument(flag, required=True)
     parser.add_argument("--num-layers", type=int, required=True)
+    parser.add_argument("--images", default=None, help="folder of a safetensors file with images.0, images.1, …")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--end-with-stdin", action="store_true")
     given = parser.parse_args()
@@ -66,7 +79,7 @@ def main() -> None:
     tokens = wire.read_tokens(given.tokens)
     module = load(given.file)
     reader = Watched(Path(given.model))
-    held = logical_names(reader)
+    held, images = logical_names(reader), read_images(given.images)
     with torch.no_grad(), wire.TraceWriter(Path(given.out), wire.header_room(given.num_layers, len(tokens))) as writer:
 
         def emit(site: str, value: Tensor) -> None:
@@ -75,7 +88,10 @@ def main() -> None:
             if len(parts) == 2 and parts[0] == "layers":
                 wire.report(int(parts[1]) + 1, given.num_layers, site)
 
-        writer.put("logits", module.forward(reader, config, tokens, emit))
+        for number, image in enumerate(images):
+            writer.put(f"images.{number}", image)
+        more = (images,) if images else ()
+        writer.put("logits", module.forward(reader, config, tokens, emit, *more))
         unused = [p for name, parts in held.items() if not {name, *parts} & reader.taken for p in parts]
         oracle = {
             "kind": "plain",

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from dayzero.arch.channels import MoE
 from dayzero.arch.records import ELEMENT_BYTES, record_bytes
 from dayzero.arch.spec import ModelSpec
 from dayzero.decl import CacheNeed, Format
 from dayzero.hardware import Hardware
 from dayzero.parallel.mesh import Mesh, Place
+from dayzero.planner.experts import Swapping, rank_ring_bytes
 
 HEADROOM = 0.04  # of device memory: allocator fragments, graphs, communication buffers
 CHUNK_TOKENS = 8192
@@ -19,7 +19,11 @@ CHUNK_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class RankBudget:
-    """Bytes of one rank. cache_bytes: what is left for token rows and state after everything else; may be negative."""
+    """Bytes of one rank. cache_bytes: what is left for token rows and state after everything else; may be negative.
+
+    experts: of its routed experts as stored, whether ``weights`` has all of them or, where swapping is set, as many as
+    are held. ring: of the workspace, where experts in 4 bits are converted.
+    """
 
     rank: int
     stage: int
@@ -31,6 +35,9 @@ class RankBudget:
     cache_bytes: int
     token_bytes: int
     sequence_bytes: int
+    experts: int = 0
+    ring: int = 0
+    swapping: Swapping | None = None
 
     @property
     def fits(self) -> bool:
@@ -109,22 +116,24 @@ def _cut_bytes(need: CacheNeed, tp: int, precision: str) -> int:
 
 
 def workspace_bytes(spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh) -> int:
-    """Scratch a step needs beside weights and cache: the ring in which 4-bit experts are widened (less than two
+    """Scratch a step needs beside weights and cache: the ring in which 4-bit experts are converted (less than two
     experts in FP8 on the rank), and logits of the sampled rows."""
-    ring = 0
-    for i, layer in enumerate(spec.layers):
-        if isinstance(layer.channel, MoE) and formats.get(f"layers.{i}.channel.experts.gate") is not None:
-            if formats[f"layers.{i}.channel.experts.gate"].bits == 4:
-                expert = 3 * layer.channel.inner * layer.channel.width // mesh.expert_tp
-                ring = max(ring, 2 * expert)
-    return ring + 4 * 256 * -(-spec.vocab // mesh.tp)
+    return rank_ring_bytes(spec, formats, mesh) + 4 * 256 * -(-spec.vocab // mesh.tp)
+
+
+def image_bytes(spec: ModelSpec) -> int:
+    """Further scratch of the first stage's ranks, which hold the vision tower: what the largest image takes."""
+    return 0 if spec.vision is None else spec.vision.workspace_bytes()
+
+
+def carry_parts(spec: ModelSpec) -> dict[str, int]:
+    """Bytes a token of a chunk of each part of the residual carry, in its element type. Nothing of it is cached."""
+    return {p.name: prod(p.shape) * ELEMENT_BYTES[p.element] for p in spec.layers[0].residual.carry()}
 
 
 def carry_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
-    """The residual carry of a chunk, its parts in their element types, and one layer's widest activations."""
-    parts = spec.layers[0].residual.carry()
-    row = sum(prod(p.shape) * ELEMENT_BYTES[p.element] for p in parts)
-    return chunk_tokens * (row + 6 * 2 * spec.dim)
+    """The residual carry of a chunk, and one layer's widest activations."""
+    return chunk_tokens * (sum(carry_parts(spec).values()) + 6 * 2 * spec.dim)
 
 
 def rank_budget(

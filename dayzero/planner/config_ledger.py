@@ -117,7 +117,7 @@ def _value(raw: Raw, dotted: str) -> str:
 def _ids(spec: ModelSpec, files: TokenizerFiles) -> list[Finding]:
     """Ids that the embedding has no row for."""
     out = []
-    beyond = [i for i in sorted({*files.stop, *spec.stop_ids}) if not 0 <= i < spec.vocab]
+    beyond = [i for i in sorted({*files.stop, *spec.stop_ids}) if i >= spec.vocab]  # below 0: no id at all
     if beyond:
         told = tuple(f"{i}: {', '.join(files.stop.get(i, ['config.json']))}" for i in beyond)
         out.append(
@@ -170,6 +170,7 @@ def unknown_family(nearest: Nearest, facts: Mapping[str, Any], operators: Operat
     told += [f"{nearest.name} needs: {fault}" for fault in nearest.absent]
     told += [f"tensors only here: {pattern}" for pattern in nearest.tensors["only_here"]]
     told += [f"tensors {nearest.name} would need: {pattern}" for pattern in nearest.tensors["only_there"]]
+    told += [f"kind of layer that no operator is known for: {kind}" for kind in nearest.foreign_kinds]
     told += [f"operator to {word}: {_entry_text(entry)}" for word in ("build", "extend") for entry in operators[word]]
     out = [
         Finding(

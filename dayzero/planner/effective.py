@@ -11,6 +11,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from dayzero.arch.channels import GLU, MoE
+from dayzero.arch.index import AnyIndex, LocalIndex
 from dayzero.arch.mixers import MLA, Attention, Delta
 from dayzero.arch.norms import Activation, Norm
 from dayzero.arch.outside import OutsideChannel, OutsideMixer
@@ -64,6 +65,19 @@ def _of_layer(layer: LayerSpec) -> Iterator[tuple[str, Value]]:
         yield from _of_outside(channel)
 
 
+def _of_index(index: AnyIndex) -> Iterator[tuple[str, Value]]:
+    if isinstance(index, LocalIndex):
+        yield "index", {"generator": index.generator, "window": index.window, "sinks": index.sinks}
+        return
+    value: Value = {
+        "heads": index.heads, "head_dim": index.head_dim, "top_k": index.top_k, "score_scale": index.scale,
+        "shared": index.shared, "generator": index.generator, "sinks": index.sinks, "window": index.window,
+    }  # fmt: skip
+    yield "index", {**value, **({"pool": asdict(index.pool)} if index.pool is not None else {})}
+    yield "rope", rope_value("index", index.rope, index.head_dim)
+    yield "norms", {"site": "index key", **_norm(index.key_norm)}
+
+
 def _of_mixer(layer: LayerSpec) -> Iterator[tuple[str, Value]]:
     mixer = layer.mixer
     if isinstance(mixer, Attention):
@@ -83,13 +97,7 @@ def _of_mixer(layer: LayerSpec) -> Iterator[tuple[str, Value]]:
         yield "rope", rope_value("attention", mixer.rope, mixer.q_dim)
         yield "norms", {"site": "q_a_norm, kv_a_norm", **_norm(mixer.norm(mixer.kv_rank)), "dim": "ranks"}
         if mixer.index is not None:
-            index = mixer.index
-            yield "index", {
-                "heads": index.heads, "head_dim": index.head_dim, "top_k": index.top_k, "score_scale": index.scale,
-                "shared": index.shared,
-            }  # fmt: skip
-            yield "rope", rope_value("index", index.rope, index.head_dim)
-            yield "norms", {"site": "index key", **_norm(index.key_norm)}
+            yield from _of_index(mixer.index)
     elif isinstance(mixer, Delta):
         value = asdict(mixer)
         del value["dim"]

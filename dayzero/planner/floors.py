@@ -99,5 +99,5 @@ def floors(
 def _visible(spec: ModelSpec, context: int) -> int:
     """Tokens whose rows a decode step reads: top-k where every token layer selects, else all."""
     token_mixers = [layer.mixer for layer in spec.layers if layer.mixer.kind != "delta"]
-    tops = [m.index.top_k for m in token_mixers if isinstance(m, MLA) and m.index is not None]
+    tops = [m.index.width for m in token_mixers if isinstance(m, MLA) and m.index is not None]
     return min(context, max(tops)) if tops and len(tops) == len(token_mixers) else context

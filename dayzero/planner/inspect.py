@@ -7,8 +7,7 @@ rules with the tensors, and hold each claim against what is there. Nothing is lo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from dayzero.planner.quantization import ask_all, claim_findings, quantization_j
 from dayzero.planner.reading_facts import partial_facts, reading_facts, told_refusals
 from dayzero.planner.spec_facts import NO_CACHE, spec_facts
 from dayzero.planner.storage import sparse_files, storage_findings
-from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from dayzero.planner.tokenizer_files import TokenizerFiles, no_id_findings, read_tokenizer_files
 
 MAX_TENSORS = 5_000_000  # logical tensors a config may ask for; the largest release has a quarter of a million
 
@@ -57,7 +56,7 @@ class InspectReport:
     findings: list[Finding] = field(default_factory=list)
     nearest: dict[str, Any] | None = None
     layers: list[dict[str, Any]] = field(default_factory=list)
-    parameters: dict[str, int | None] = field(default_factory=lambda: {"total": None, "active": None})
+    parameters: dict[str, int | None] = field(default_factory=lambda: {"total": None, "active": None, "extra": None})
     operators: Operators = field(default_factory=lambda: {"reuse": [], "extend": [], "build": []})
     config: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -132,9 +131,11 @@ def inspect_source(
     expected = load_manifest(Path(hash_manifest)) if hash_manifest is not None else None
     opened = open_source(source, store_options=dict(store_options) if store_options else None)
     read = _read(opened, recipe, show)
-    tokenizer = read_tokenizer_files(opened, read.config)
+    known = read.match.recipe
+    tokenizer = read_tokenizer_files(opened, read.config, known.name if known is not None else None)
     read.findings += tokenizer.findings
     _read_model(read)
+    read.findings += no_id_findings(_odd_ids(read, tokenizer))
     _cover(read)
     if verify_hash or expected is not None:
         read.findings += _verify(opened, expected, state_folder, show)
@@ -146,8 +147,8 @@ def _read(source: Source, recipe: str | None, show: ProgressFactory) -> _Read:
         raise CheckpointError(f"{source.name} has weights but no config.json; download the publisher's beside them.")
     config, repeated = read_object(source, "config.json")
     given = find(config, recipe) if recipe is not None else None
-    with _shards(show) as tell:
-        index = read_index(source, tell)
+    with show("reading headers", None, "shards") as bar:
+        index = read_index(source, bar.reach)
     match = given or find(config, names=index.entries)
     read = _Read(source, config, index, match, Raw(config), findings=storage_findings(source, index))
     if repeated:
@@ -156,21 +157,6 @@ def _read(source: Source, recipe: str | None, show: ProgressFactory) -> _Read:
             Finding("config.repeated", "config", "fail", claim, evidence=tuple(repeated), remedy="keep the true one")
         )
     return read
-
-
-@contextmanager
-def _shards(show: ProgressFactory) -> Iterator[Any]:
-    """A progress callback (done, in all) that drives one of the console's bars."""
-    with show("reading headers", None, "shards") as bar:
-        seen = 0
-
-        def tell(done: int, total: int) -> None:
-            nonlocal seen
-            bar.advance(done - seen)
-            bar.note(f"of {total}")
-            seen = done
-
-        yield tell
 
 
 def _read_model(read: _Read) -> None:
@@ -203,7 +189,7 @@ def _read_nearest(read: _Read, near: Nearness) -> None:
     """The nearest family's reading, what follows from it, and how its tensors compare."""
     read.reading = near.reading
     read.facts = reading_facts(near.reading, read.config)
-    read.nearest = compare(near, read.match.why, read.index.entries, read.facts.get("layers", []))
+    read.nearest = compare(near, read.match.why, read.config, read.index.entries, read.facts.get("layers", []))
     expansion = read.nearest.expansion
     if expansion is not None and _num_tensors(expansion) <= MAX_TENSORS:
         read.expansion = expansion
@@ -217,6 +203,13 @@ def _read_on(read: _Read, recipe: Recipe, said: str) -> None:
         read.reading.unread = []  # what it would have read next is not known
     others = [r.said for r in told_refusals(read.reading) if r.said != said]
     read.findings += fault_findings([said, *dict.fromkeys(others)])
+
+
+def _odd_ids(read: _Read, tokenizer: TokenizerFiles) -> dict[str, Any]:
+    """Stop ids that are no ids, but for those that the recipe refuses: that is told already."""
+    told = {r.key for r in told_refusals(read.reading)} if read.reading is not None else set()
+    keys = {"config.json": "eos_token_id", "config.json text_config": "text_config.eos_token_id"}
+    return {where: value for where, value in tokenizer.odd_ids.items() if keys.get(where) not in told}
 
 
 def _recipe_fault(error: ModelError) -> Finding:
@@ -275,14 +268,7 @@ def _verify(
     state = folder / f"{hashlib.sha256(source.name.encode()).hexdigest()[:32]}.json"
     total = sum(source.files().get(file, 0) for file in values)
     with show("verifying SHA-256", total, "B") as bar:
-        seen = 0
-
-        def tell(done: int, _total: int) -> None:
-            nonlocal seen
-            bar.advance(done - seen)
-            seen = done
-
-        return verify_hashes(source, values, state, tell)
+        return verify_hashes(source, values, state, bar.reach)
 
 
 def _report(read: _Read, tokenizer: TokenizerFiles, catalog: Catalog) -> InspectReport:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dayzero.arch.traits import KIND_TRAITS, is_layer_list, rows_of
 from dayzero.checkpoint.likeness import unpacked
 from dayzero.checkpoint.rules import Expansion
 from dayzero.models.nearness import Nearness, expansion_of
 from dayzero.models.reading import Reading
 from dayzero.planner.layer_text import map_text, numbers_text
-from dayzero.planner.reading_facts import refusal_lines
+from dayzero.planner.operators import value_at
+from dayzero.planner.reading_facts import refusal_lines, refused_kinds
 
 MAX_PATTERNS = 200
 
@@ -49,18 +51,28 @@ class Nearest:
         }
 
 
-def compare(near: Nearness, why: str, names: Iterable[str], layers: list[dict[str, Any]]) -> Nearest:
-    """The nearest family's reading of a config as a list of differences. names: tensors of the files.
+    @property
+    def foreign_kinds(self) -> list[str]:
+        """Kinds of layers by name that no operator is known for, in words."""
+        told = [kind for kind in self.layer_kinds if kind["kind"] and not rows_of(kind["kind"], KIND_TRAITS)]
+        return [f"{kind['kind']!r} of {kind['key']} (layers {kind['layers']})" for kind in told]
+
+
+def compare(
+    near: Nearness, why: str, config: Mapping[str, Any], names: Iterable[str], layers: list[dict[str, Any]]
+) -> Nearest:
+    """The nearest family's reading of ``config`` as a list of differences. names: tensors of the files.
 
     layers: the reading's, in words.
     """
     reading = near.reading
     out = Nearest(near.name, why, reading, refusal_lines(reading), layer_map=map_text(layers) if layers else None)
+    out.layer_kinds = list(_stated_kinds(reading, config))
     held = list(names)
     if held and near.tensors is not None:
         found = near.tensors
         out.tensors = {"only_here": found.only_here[:MAX_PATTERNS], "only_there": found.only_there[:MAX_PATTERNS]}
-        out.layer_kinds = _layer_kinds(held, set(found.only_here))
+        out.layer_kinds += _layer_kinds(held, set(found.only_here))
         out.expansion, out.unsure = _stored(reading)
     return out
 
@@ -80,6 +92,31 @@ def _stored(reading: Reading) -> tuple[Expansion | None, set[str]]:
     return first, {unpacked(name.replace("{e}", "0")) for name in unsure}
 
 
+def _stated_kinds(reading: Reading, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Layers of each kind that the config names and the family does not: in lists it does not read, or refuses."""
+    lists = {key: dict(enumerate(value_at(config, key)[0] or ())) for key in _layer_lists(reading, config)}
+    for key, kinds in (refused_kinds(reading) | lists).items():
+        layers: dict[str, list[int]] = {}
+        for i, kind in kinds.items():
+            layers.setdefault(kind, []).append(i)
+        for kind, numbers in layers.items():
+            yield _kind_row(numbers, key=key, kind=kind)
+
+
+def _layer_lists(reading: Reading, config: Mapping[str, Any]) -> list[str]:
+    """Keys of lists with a kind for each layer that nothing reads."""
+    return [key for key in reading.unread if is_layer_list(key, value_at(config, key)[0])]
+
+
+def _kind_row(
+    layers: list[int], *, root: str = "", unknown: Iterable[str] = (), key: str | None = None, kind: str | None = None
+) -> dict[str, Any]:
+    return {
+        "key": key, "kind": kind, "root": root, "layers": numbers_text(layers), "count": len(layers),
+        "unknown_tensors": sorted(unknown),
+    }  # fmt: skip
+
+
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|block)\.(\d+)\.")
 
 
@@ -94,11 +131,5 @@ def _layer_kinds(names: Iterable[str], unknown: set[str]) -> list[dict[str, Any]
     for (root, number), patterns in per_layer.items():
         kinds.setdefault((root, frozenset(patterns)), []).append(number)
     return [
-        {
-            "root": root,
-            "layers": numbers_text(numbers),
-            "count": len(numbers),
-            "unknown_tensors": sorted(patterns & unknown),
-        }
-        for (root, patterns), numbers in kinds.items()
+        _kind_row(numbers, root=root, unknown=patterns & unknown) for (root, patterns), numbers in kinds.items()
     ]

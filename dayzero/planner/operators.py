@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dayzero.arch.traits import KEY_TRAITS
+from dayzero.arch.traits import KEY_TRAITS, KIND_TRAITS, KeyTrait, is_layer_list, rows_of
 from dayzero.decl import OpUse
 from dayzero.models.reading import Reading
 from dayzero.ops.catalog import CATALOG, Catalog
+from dayzero.planner.reading_facts import refused_kinds, told_refusals
 
 Operators = dict[str, list[dict[str, Any]]]
 
@@ -51,18 +51,25 @@ def from_reading(
     """The list for a config that a recipe does not fully cover: its reading's operators, then what it leaves over.
 
     left: dotted keys that nothing reads; they speak by the table of key traits, or are listed under build as unknown.
-    A key whose value the recipe refuses is listed under extend. Other keys it reads, or ignores, are not asked about.
+    A list of layer kinds that nothing reads, and a kind that the recipe refuses, speak by the table of kinds; a kind
+    that is in no table is no operator by itself: it stands with the layer kinds (``nearest_family``).
+    Another value that the recipe refuses is listed under extend. What it reads or ignores else is not asked about.
     """
     out = from_contracts(_uses(reading), catalog)
     found: dict[tuple[str, str], tuple[dict[str, object], list[str], str]] = {}
     unknown = []
+    speaking = [(path, kind) for path, kinds in refused_kinds(reading).items() for kind in kinds.values()]
     for path, key, known in _keys(config, left):
-        rows = [row for row in KEY_TRAITS if any(fnmatch.fnmatchcase(key, p) for p in row.keys)]
-        for row in rows:
-            kept = found.setdefault((row.contract, str(sorted(row.traits.items()))), (dict(row.traits), [], row.about))
-            kept[1].append(path)
+        value, _ = value_at(config, path)
+        if is_layer_list(key, value):
+            speaking += [(path, kind) for kind in value]
+            continue
+        rows = rows_of(key, KEY_TRAITS)
+        _speak(found, path, rows)
         if not rows and not known and "token_id" not in key:
             unknown.append(path)
+    for path, kind in dict.fromkeys(speaking):
+        _speak(found, path, rows_of(kind, KIND_TRAITS))
     for (contract, _), (traits, keys, about) in sorted(found.items()):
         _place(out, catalog, contract, traits, {"keys": keys, "about": about})
     for path in unknown:
@@ -71,6 +78,16 @@ def from_reading(
         )
     _place_refused(out, reading, catalog)
     return out
+
+
+def _speak(
+    found: dict[tuple[str, str], tuple[dict[str, object], list[str], str]], path: str, rows: Iterable[KeyTrait]
+) -> None:
+    """Enter the key at ``path`` with each contract that it speaks of."""
+    for row in rows:
+        _, keys, _ = found.setdefault((row.contract, str(sorted(row.traits.items()))), (dict(row.traits), [], row.about))
+        if path not in keys:
+            keys.append(path)
 
 
 def _uses(reading: Reading) -> list[OpUse]:
@@ -89,16 +106,15 @@ def _place_refused(out: Operators, reading: Reading, catalog: Catalog) -> None:
 
     It is listed under extend, or under reuse where an option of the operator has just this word.
     """
-    seen = set()
-    for refusal in reading.refusals:
+    seen = set(refused_kinds(reading))
+    for refusal in told_refusals(reading):
         key = refusal.key.rpartition(".")[2]
         if refusal.key in seen or not refusal.of_kind or key in STORAGE_KEYS or is_contradiction(refusal.said):
             continue
         seen.add(refusal.key)
         entries = reading.entries.get(refusal.key)
         stated = list(dict.fromkeys(map(repr, entries.values()))) if entries else [repr(refusal.stated)[:80]]
-        rows = [row for row in KEY_TRAITS if any(fnmatch.fnmatchcase(key, p) for p in row.keys)]
-        row = next((row for row in rows if catalog.lookup(row.contract)), None)
+        row = next((row for row in rows_of(key, KEY_TRAITS) if catalog.lookup(row.contract)), None)
         traits = catalog.lookup(row.contract)[0].traits if row is not None else {}
         lacks = f"the recipe {reading.recipe.name} does not know {', '.join(stated)} of {refusal.key}"
         if row is not None and traits:
@@ -125,7 +141,7 @@ def _keys(config: Mapping[str, Any], paths: Iterable[str], within: bool = False)
     all keys below them; a quantisation config is not looked into, nor is a tower's."""
     out = []
     for path in paths:
-        value, key = _at(config, path)
+        value, key = value_at(config, path)
         key = next((part for part in path.split(".") if part in TOWERS), key)
         if value in (None, False, 0, "", [], {}) or key in CLAIMS:
             continue
@@ -135,7 +151,7 @@ def _keys(config: Mapping[str, Any], paths: Iterable[str], within: bool = False)
     return out
 
 
-def _at(config: Mapping[str, Any], path: str) -> tuple[Any, str]:
+def value_at(config: Mapping[str, Any], path: str) -> tuple[Any, str]:
     """(value, last key) at a dotted path; a key may itself hold dots."""
     value: Any = config
     rest = path

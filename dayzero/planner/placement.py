@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from dayzero.arch.cost import extra_params
 from dayzero.checkpoint.coverage import cover, stored_format
-from dayzero.checkpoint.index import read_index
+from dayzero.checkpoint.index import Progress, read_index
 from dayzero.checkpoint.rules import Group, Target
 from dayzero.checkpoint.source import open_source
 from dayzero.checkpoint.weight_plan import Box, WeightPlan, copy_bytes, group_formats, plan_rank, prove
@@ -26,7 +27,10 @@ Part = int | str  # see part_of
 
 @dataclass
 class PaperModel:
-    """A model on paper with the format each group is stored in, found in the headers or claimed by the config."""
+    """A model on paper with the format each group is stored in, found in the headers or claimed by the config.
+
+    extra_params, extra_bytes: of the layers beside the plain forward, whether or not they are among the groups.
+    """
 
     paper: Blueprint
     groups: Sequence[Group]
@@ -34,6 +38,8 @@ class PaperModel:
     num_ignored: int
     by_param: Mapping[str, Format]
     decls: list[ParamDecl]
+    extra_params: int = 0
+    extra_bytes: int = 0
 
     @cached_property
     def alike(self) -> list[tuple[Format, Target, Counter[Part]]]:
@@ -66,20 +72,26 @@ class PaperModel:
 
 @lru_cache(maxsize=1 << 16)
 def part_of(param: str) -> Part:
-    """A layer's number, or for what lies outside of layers: ``embed``, ``first`` or ``last``, the stage it is on."""
+    """A layer's number, or for what lies outside of layers: ``embed``, ``first`` or ``last``, the stage it is on, or
+    ``extra``, which is on the last one too."""
     if param.startswith("layers."):
         return int(param.split(".")[1])
     if param == "embed":
         return param
+    if param.startswith("extra."):
+        return "extra"
     return "first" if param.startswith(("vision.", "projector.")) else "last"
 
 
-def read_model(source: str, recipe: str | None) -> PaperModel:
-    """``source`` on paper. Errors: CheckpointError when its tensors are not those that the recipe asks for."""
+def read_model(
+    source: str, recipe: str | None, progress: Progress | None = None, *, drafts: bool = False
+) -> PaperModel:
+    """``source`` on paper. drafts: with the layers beside the plain forward. Errors: CheckpointError when its tensors
+    are not those that the recipe asks for."""
     opened = open_source(source)
     config = read_config(opened)
     has_weights = not opened.config_only and any(f.endswith(".safetensors") for f in opened.files())
-    index = read_index(opened)
+    index = read_index(opened, progress)
     refuse(f"{source} is damaged", [p.claim for p in index.problems if p.verdict == "fail"], CheckpointError)
     entries = index.entries if has_weights else {}
     paper = blueprint(config, require_recipe(config, recipe), source=opened, entries=entries)
@@ -95,29 +107,47 @@ def read_model(source: str, recipe: str | None) -> PaperModel:
         # A file may store a parameter in another of the ways the rules allow, or leave out what has a default.
         groups, decls = coverage.groups, [d for d in decls if d not in coverage.filled]
         formats, ignored = group_formats(coverage), len(coverage.ignored)
+        beside = zip(coverage.extra_groups, group_formats(coverage.whole())[len(groups) :], strict=True)
     else:
         formats = [stored_format(g, g.name, paper.expansion, paper.quant, paper.plain) for g in groups]
+        asked = paper.expansion.extra.groups if paper.expansion.extra is not None else []
+        beside = zip(asked, [stored_format(g, g.name, paper.expansion, paper.quant, paper.plain) for g in asked])
         ignored = 0
+    own = {decl.name: decl for decl in paper.spec.extra.params()} if paper.spec.extra is not None else {}
+    extra = [(group, fmt) for group, fmt in beside if group.targets[0].decl.name in own]  # copies are not held twice
+    extra_bytes = sum(copy_bytes(fmt, target, _all_of(target.decl)) for g, fmt in extra for target in g.targets)
+    if drafts and extra:
+        groups, formats = [*groups, *(g for g, _ in extra)], [*formats, *(fmt for _, fmt in extra)]
+        decls = [*decls, *own.values()]
     by_param = {t.decl.name: fmt for g, fmt in zip(groups, formats, strict=True) for t in g.targets}
-    return PaperModel(paper, groups, formats, ignored, by_param, decls)
+    num_extra = extra_params(paper.spec) if extra else 0
+    return PaperModel(paper, groups, formats, ignored, by_param, decls, num_extra, extra_bytes)
+
+
+def _all_of(decl: ParamDecl) -> Box:
+    return (0,) * len(decl.shape), decl.shape
 
 
 def weight_bytes(model: PaperModel) -> WeightBytes:
-    """Stored bytes of the whole model, by how a step reads them."""
+    """Stored bytes of the plain forward, by how a step reads them."""
     sums = {"experts": 0, "table": 0, "rest": 0}
     for fmt, target, parts in model.alike:
-        size = copy_bytes(fmt, target, ((0,) * len(target.decl.shape), target.decl.shape))
+        size = copy_bytes(fmt, target, _all_of(target.decl))
         for part, count in parts.items():
+            if part == "extra":
+                continue  # no step reads it
             lookup = part == "embed" and not model.paper.spec.tie.tied
             sums["experts" if is_expert(target.decl) else "table" if lookup else "rest"] += count * size
     return WeightBytes(**sums)
 
 
-def part_bytes(model: PaperModel, mesh: Mesh) -> Counter[Part]:
-    """Stored bytes that a rank reads of each part it holds. Cuts are equal, so all ranks read as many; the first is
+def part_bytes(model: PaperModel, mesh: Mesh, *, experts_only: bool = False) -> Counter[Part]:
+    """Stored bytes that a rank reads of each part it holds, or of the routed experts in it. Cuts are equal, so all ranks read as many; the first is
     asked."""
     sums: Counter[Part] = Counter()
     for fmt, target, parts in model.alike:
+        if experts_only and not is_expert(target.decl):
+            continue
         piece = piece_of(target.decl, mesh, mesh.place(0))
         size = copy_bytes(fmt, target, (piece.starts, piece.stops))
         for part, count in parts.items():
@@ -129,12 +159,14 @@ def stages_of(model: PaperModel, mesh: Mesh) -> list[tuple[int, int]]:
     """The layers [start, stop) of each stage."""
     whole = model.whole_bytes
     sizes = [whole[i] for i in range(len(model.paper.spec.layers))]
-    return stage_bounds(sizes, whole["embed"] + whole["first"], whole["last"], mesh.pp)
+    return stage_bounds(sizes, whole["embed"] + whole["first"], whole["last"] + whole["extra"], mesh.pp)
 
 
-def stage_bytes(model: PaperModel, mesh: Mesh, bounds: list[tuple[int, int]]) -> list[int]:
-    """Stored bytes that each rank of a stage reads."""
-    parts = part_bytes(model, mesh).items()
+def stage_bytes(
+    model: PaperModel, mesh: Mesh, bounds: list[tuple[int, int]], *, experts_only: bool = False
+) -> list[int]:
+    """Stored bytes that each rank of a stage reads, or those of routed experts among them."""
+    parts = part_bytes(model, mesh, experts_only=experts_only).items()
     return [sum(size for part, size in parts if _on_stage(model, part, s, bounds)) for s in range(mesh.pp)]
 
 
@@ -170,9 +202,12 @@ def plan_of(model: PaperModel, mesh: Mesh, place: Place, bounds: list[tuple[int,
     return plan_rank(model.groups, model.formats, place.rank, held, model.num_ignored)
 
 
-def place_weights(report: PlanReport, model: PaperModel, chosen: Layout) -> None:
+def place_weights(report: PlanReport, model: PaperModel, chosen: Layout, bar: Bar) -> None:
+    """Fill ``report`` with each rank's weight plan and the proof that every byte lands once. bar: counts the ranks."""
     mesh = chosen.mesh
     bounds = stages_of(model, mesh)
     places = list(mesh.places())
-    report.weight_plans = [plan_of(model, mesh, place, bounds) for place in places]
+    for place in places:
+        report.weight_plans.append(plan_of(model, mesh, place, bounds))
+        bar.advance()
     report.proof = prove(model.decls, [held_by(model, mesh, place, bounds) for place in places], report.weight_plans)

@@ -18,7 +18,8 @@ from dayzero.planner.floors import Floors
 @dataclass(frozen=True)
 class PlanOptions:
     """What to plan for. Axis sizes None: tried out. context, concurrency: tokens and sequences to hold at once.
-    known: device records by name."""
+    known: device records by name. drafts: count layers beside the plain forward, on the last stage.
+    expert_bytes: memory of a rank for routed experts, the others being brought up when they are chosen; None: all."""
 
     hardware: str
     tp: int | None = None
@@ -30,6 +31,8 @@ class PlanOptions:
     concurrency: int = 1
     cache: str = "bf16"
     recipe: str | None = None
+    drafts: bool = False
+    expert_bytes: int | None = None
     known: Mapping[str, Hardware] = field(default_factory=lambda: HARDWARE, repr=False)
 
 
@@ -70,7 +73,9 @@ def said_refusal(layout: Layout) -> str:
 
 @dataclass
 class PlanReport:
-    """layouts in order of preference, chosen first; weight_plans and proof are of the chosen layout."""
+    """layouts in order of preference, chosen first; weight_plans and proof are of the chosen layout. carry: bytes a
+    token of a chunk of each part of what layers hand on. drafts: parameters and stored bytes of the layers beside the
+    plain forward, and whether ranks were planned with them; None when there are none."""
 
     source: str
     family: str
@@ -82,6 +87,8 @@ class PlanReport:
     weight_bytes: int
     parameters: tuple[int, int]
     layouts: list[Layout]
+    carry: Mapping[str, int] = field(default_factory=dict)
+    drafts: Mapping[str, Any] | None = None
     weight_plans: list[WeightPlan] = field(default_factory=list)
     proof: Proof | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -105,6 +112,8 @@ class PlanReport:
             "concurrency": self.concurrency,
             "weights_bytes": self.weight_bytes,
             "parameters": {"total": self.parameters[0], "active": self.parameters[1]},
+            "carry_bytes_per_token": dict(self.carry),
+            "draft_layers": None if self.drafts is None else dict(self.drafts),
             "chosen": chosen.to_json() if chosen else None,
             "ranks": [_rank_json(b, p) for b, p in zip(chosen.ranks, self.weight_plans, strict=True)] if chosen else [],
             "exactly_once": None if self.proof is None else {
@@ -121,4 +130,6 @@ def _rank_json(budget: RankBudget, plan: WeightPlan) -> dict[str, Any]:
         "rank": budget.rank, "stage": budget.stage, "layers": list(budget.layers), "copies": len(plan),
         "bytes_read": plan.bytes_read, "weights_bytes": budget.weights, "workspace_bytes": budget.workspace,
         "carry_bytes": budget.carry, "headroom_bytes": budget.headroom, "cache_bytes": budget.cache_bytes,
+        "expert_bytes": budget.experts, "expert_ring_bytes": budget.ring,
+        "experts_held": None if budget.swapping is None else budget.swapping.to_json(),
     }  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dayzero.console import Console
+from dayzero.planner.budget import CHUNK_TOKENS
+from dayzero.planner.experts import HOST_LINK, HOST_LINK_WHY
 from dayzero.planner.plan_report import Layout, PlanReport, said_refusal
 from dayzero.units import bytes_text, count_text, counted
 
@@ -22,8 +24,19 @@ def show_plan(report: PlanReport, console: Console) -> None:
         f"cache: {report.cache.per_token:,} B a token, {bytes_text(report.cache.per_sequence + report.cache.window)} "
         f"a sequence, kept in {report.cache.precision}"
     )
+    parts = ", ".join(f"{name} {size:,}" for name, size in report.carry.items())
+    console.line(
+        f"carry: {sum(report.carry.values()):,} B a token of a chunk ({parts}), for chunks of {CHUNK_TOKENS:,} tokens"
+    )
+    if report.drafts is not None:
+        how = "counted on the last stage" if report.drafts["counted"] else "not counted; --drafts counts them"
+        console.line(
+            f"draft layers: {count_text(report.drafts['parameters'])} parameters, "
+            f"{bytes_text(report.drafts['bytes'])}; nothing uses them yet, so they are {how}"
+        )
     _show_layouts(report, console)
     _show_ranks(report, console)
+    _show_experts(report, console)
     refused = [layout for layout in report.layouts if layout.refusal is not None]
     shown = refused if console.show_all else refused[:MOST_REFUSALS]
     if refused:
@@ -89,6 +102,23 @@ def _show_ranks(report: PlanReport, console: Console) -> None:
         console.line(
             f"weights: {report.proof.params:,} parameters, {report.proof.elements:,} elements, each placed exactly once"
         )
+
+
+def _show_experts(report: PlanReport, console: Console) -> None:
+    """Of the rank with most of them; their step time is that of one sequence."""
+    if report.chosen is None or not (most := max(report.chosen.ranks, key=lambda r: r.experts)).experts:
+        return
+    ring = f" + a ring of {bytes_text(most.ring)}, where chosen ones become FP8" if most.ring else ""
+    console.line(f"experts: {bytes_text(most.experts)} a rank as stored{ring}")
+    swap = most.swapping
+    if swap is None:
+        return
+    console.line(
+        f"held: {bytes_text(swap.held)}, {swap.num_held:,} of {counted(swap.num_experts, 'expert')} a rank; a step of "
+        f"one token chooses {swap.chosen:,.0f} and brings up {swap.least_misses:,.0f} at best "
+        f"(≥ {1e3 * swap.seconds(swap.least_misses):,.1f} ms), {swap.usual_misses:,.0f} where all are chosen alike "
+        f"(≥ {1e3 * swap.seconds(swap.usual_misses):,.1f} ms), at {HOST_LINK / 1e9:,.0f} GB/s: {HOST_LINK_WHY}"
+    )
 
 
 def _span(ranks: list[int]) -> str:

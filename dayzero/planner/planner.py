@@ -16,8 +16,9 @@ from dayzero.finding import Finding
 from dayzero.hardware import Hardware, parse_hardware
 from dayzero.parallel.cut import why_not
 from dayzero.parallel.mesh import Mesh
-from dayzero.planner.budget import RankBudget, cache_by_layer, rank_budget, workspace_bytes
+from dayzero.planner.budget import RankBudget, cache_by_layer, carry_parts, image_bytes, rank_budget, workspace_bytes
 from dayzero.planner.detect import HERE, detect
+from dayzero.planner.experts import Swapping, rank_ring_bytes, swapping
 from dayzero.planner.floors import floors, work_of
 from dayzero.planner.placement import PaperModel, place_weights, read_model, stage_bytes, stages_of, weight_bytes
 from dayzero.planner.plan_report import Layout, PlanOptions, PlanReport, said_refusal
@@ -30,16 +31,18 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
     hardware, devices = detect() if here else parse_hardware(options.hardware, options.known)
     if options.cache not in ("bf16", "fp8"):
         raise UsageError(f"--cache {options.cache}: records are kept in bf16 or fp8.")
-    with progress("reading headers"):
-        model = read_model(source, options.recipe)
+    with progress("reading headers", None, "shards") as bar:
+        model = read_model(source, options.recipe, bar.reach, drafts=options.drafts)
     spec = model.paper.spec
     context = options.context or spec.max_positions
     if context < 1 or options.concurrency < 1:
         raise UsageError("--context and --concurrency must be at least 1.")
+    if options.expert_bytes is not None and not _has_experts(spec):
+        raise UsageError(f"--expert-memory: {spec.family} has no experts; leave the option out.")
     trials = _Trials(model, hardware, options, context)
     report = PlanReport(
         source, spec.family, hardware, devices, context, options.concurrency, trials.cache, trials.sizes.total,
-        (total_params(spec), active_params(spec)), [],
+        (total_params(spec), active_params(spec)), [], carry_parts(spec),
     )  # fmt: skip
     meshes = _meshes(options, devices, spec)
     tried = []
@@ -47,10 +50,12 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
         for mesh in meshes:
             tried.append(trials.layout(mesh))
             bar.advance()
+    if model.extra_params:
+        report.drafts = {"parameters": model.extra_params, "bytes": model.extra_bytes, "counted": options.drafts}
     report.layouts = sorted(tried, key=_preference)
     if report.chosen is not None:
-        with progress("placing every byte"):
-            place_weights(report, model, report.chosen)
+        with progress("placing every byte", report.chosen.mesh.num_ranks, "ranks") as bar:
+            place_weights(report, model, report.chosen, bar)
     report.findings = _findings(report, options)
     return report
 
@@ -130,16 +135,34 @@ class _Trials:
     def _ranks(self, mesh: Mesh) -> list[RankBudget]:
         bounds = stages_of(self.model, mesh)
         weights = stage_bytes(self.model, mesh, bounds)
-        scratch = workspace_bytes(self.spec, self.model.by_param, mesh)
+        scratch, image = workspace_bytes(self.spec, self.model.by_param, mesh), image_bytes(self.spec)
+        experts = stage_bytes(self.model, mesh, bounds, experts_only=True)
+        swapped = [self._swapping(size, mesh) for size in experts]
+        weights = [
+            size - (swap.total - swap.held if swap else 0) for size, swap in zip(weights, swapped, strict=True)
+        ]
         if mesh.tp not in self._caches:
             self._caches[mesh.tp] = cache_by_layer(self.spec, mesh.tp, self.options.cache, self.context)
         caches = self._caches[mesh.tp]
         firsts = [
-            rank_budget(self.spec, mesh, mesh.place(s * mesh.stage_ranks), bounds[s], weights[s], scratch,
-                        self.hardware, caches)
+            rank_budget(self.spec, mesh, mesh.place(s * mesh.stage_ranks), bounds[s], weights[s],
+                        scratch + (0 if s else image), self.hardware, caches)
             for s in range(mesh.pp)
         ]  # fmt: skip
+        ring = rank_ring_bytes(self.spec, self.model.by_param, mesh)
+        firsts = [
+            replace(budget, experts=size, ring=ring if size else 0, swapping=swap)
+            for budget, size, swap in zip(firsts, experts, swapped, strict=True)
+        ]
         return [replace(firsts[place.stage], rank=place.rank) for place in mesh.places()]
+
+    def _swapping(self, expert_total: int, mesh: Mesh) -> Swapping | None:
+        budget = self.options.expert_bytes
+        swap = None if budget is None else swapping(self.spec, expert_total, budget, mesh)
+        if swap is not None and swap.num_held < 2:
+            least = bytes_text(2 * swap.expert_bytes)
+            raise UsageError(f"--expert-memory {budget} is too little: two experts of a rank take {least}.")
+        return swap
 
 
 def _misfit(ranks: list[RankBudget], longest: int, most: int, context: int, options: PlanOptions) -> str | None:

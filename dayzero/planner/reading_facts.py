@@ -8,6 +8,7 @@ from typing import Any
 from dayzero.arch.probe import Refusal
 from dayzero.arch.sound import unsound
 from dayzero.arch.spec import ModelSpec
+from dayzero.arch.traits import is_layer_list, layer_part
 from dayzero.errors import UserError
 from dayzero.models.reading import Reading
 from dayzero.models.recipe import RECIPE_ERRORS
@@ -96,22 +97,29 @@ def _equal_parts(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any
 
 def _mark_layers(layers: list[dict[str, Any]], reading: Reading) -> None:
     """Say at each layer when its kind stands in for one that the config states otherwise."""
-    for entries in reading.entries.values():
-        stated = {i: entry for i, entry in entries.items() if entry is not None and i < len(layers)}
-        if len(stated) < len(entries):
-            continue
-        one_mixer = len({layer["mixer"] for layer in layers}) == 1 < len({layer["channel"] for layer in layers})
-        word = "channel" if one_mixer else "mixer"
-        for i, entry in stated.items():
-            if layers[i][word] == UNKNOWN_WORD:
-                continue
-            layers[i] = {**layers[i], word: f"{layers[i][word]}, in place of {entry!r}"}
+    for key, kinds in refused_kinds(reading).items():
+        word = layer_part(key)
+        for i, kind in kinds.items():
+            if i < len(layers) and layers[i][word] != UNKNOWN_WORD:
+                layers[i] = {**layers[i], word: f"{layers[i][word]}, in place of {kind!r}"}
+
+
+def refused_kinds(reading: Reading) -> dict[str, dict[int, str]]:
+    """Key of a list with one kind a layer -> {layer: a kind there that the recipe does not know}."""
+    out = {}
+    for refusal in reading.refusals:
+        kinds = refusal.stated
+        if reading.spec is not None and is_layer_list(refusal.key, kinds, len(reading.spec.layers)):
+            entries = reading.entries.get(refusal.key, {})
+            out[refusal.key] = {i: kind for i, kind in entries.items() if isinstance(kind, str)}
+    return out
 
 
 def told_refusals(reading: Reading) -> list[Refusal]:
-    """Each thing that is absent or refused; below an object that is absent only the object."""
-    gone = {r.key for r in reading.refusals if r.stated is None}
-    return [r for r in reading.refusals if not any(r.key.startswith(f"{key}.") for key in gone)]
+    """Each thing that is absent or refused, once: not what follows from another, nor what is below a refused object."""
+    keys = {r.key for r in reading.refusals}
+    alone = [r for r in reading.refusals if not any(r.key.startswith(f"{key}.") for key in keys)]
+    return [r for r in alone if not r.follows]
 
 
 def number_faults(reading: Reading) -> list[str]:
@@ -142,6 +150,8 @@ def stand_ins(reading: Reading) -> dict[str, str]:
             out[refusal.key] = "a guess; what follows from it is left open"
         elif entries and isinstance(refusal.used, list):
             out[refusal.key] = _entries_text(entries, refusal.used)
+        elif entries and refusal.used is None:
+            out[refusal.key] = f"left out, for {kinds_text(entries)}"
         elif refusal.used is None:
             out[refusal.key] = f"left out, though it is {_short(refusal.stated)}"
         elif refusal.stated is None:
@@ -160,6 +170,14 @@ def _entries_text(entries: Mapping[int, Any], used: list[Any]) -> str:
     return "; ".join(f"{a} in place of {b} (entries {numbers_text(at)})" for (a, b), at in places.items())
 
 
+def kinds_text(entries: Mapping[int, Any]) -> str:
+    """``'mamba' (entries 0, 2–5); 'moba' (entries 1)``."""
+    places: dict[str, list[int]] = {}
+    for i, entry in entries.items():
+        places.setdefault(repr(entry), []).append(i)
+    return "; ".join(f"{entry} (entries {numbers_text(at)})" for entry, at in places.items())
+
+
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
@@ -169,7 +187,9 @@ def open_facts(facts: Mapping[str, Any], reading: Reading) -> list[str]:
     """One sentence for each kind of fact that hangs on a guess."""
     if not reading.guessed:
         return []
-    keys = ", ".join(key for key in dict.fromkeys(r.key for r in told_refusals(reading)) if key in reading.guessed)
+    told = list(dict.fromkeys(r.key for r in told_refusals(reading)))
+    # What is guessed for a value that only follows from another hangs on that one.
+    keys = ", ".join([key for key in told if key in reading.guessed] or told)
     lost = []
     if (facts.get("parameters") or {"total": None})["total"] is None:
         lost.append("parameters")

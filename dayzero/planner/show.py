@@ -32,7 +32,9 @@ def _summary(report: InspectReport, console: Console) -> None:
     console.line(f"{size}; {held if report.files else 'no weights yet'}; {bytes_text(report.bytes_read)} read")
     context = f"{report.context_tokens:,} tokens" if report.context_tokens is not None else "unknown"
     chat = report.chat["kind"] + (
-        f" ({', '.join(report.chat['encoders'] or report.chat['templates'])})" if report.chat["kind"] != "none" else ""
+        f" ({', '.join(report.chat['encoders'] or report.chat['templates'])})"
+        if report.chat["encoders"] or report.chat["templates"]
+        else ""
     )
     console.line(
         f"context {context}; {report.modality or 'modality unknown'}; "
@@ -89,10 +91,10 @@ def _nearest(report: InspectReport, console: Console) -> None:
     rows += [("config, absent or refused", key) for key in near["config"]["absent_or_refused"]]
     rows += [("tensors, only here", key) for key in near["tensors"]["only_here"]]
     rows += [("tensors, only there", key) for key in near["tensors"]["only_there"]]
-    rows += [
-        (f"layers {kind['root']}{kind['layers']}", ", ".join(kind["unknown_tensors"][:4]) or "all known")
-        for kind in near["layer_kinds"]
-    ]
+    for kind in near["layer_kinds"]:
+        said = ", ".join(kind["unknown_tensors"][:4]) or "all known"
+        said = f"{kind['kind']!r} of {kind['key']}" if kind["kind"] else said
+        rows.append((f"layers {kind['root']}{kind['layers']}", said))
     _cut_table(console, f"against the nearest family, {near['family']}", ("difference", "what"), rows)
 
 
@@ -114,6 +116,13 @@ def _ledgers(report: InspectReport, console: Console) -> None:
         f"tensors: {held['used']} used, {ignored} ignored, {len(held['unknown'])} unknown, "
         f"{len(held['missing'])} missing, {len(held['misfit'])} misfit"
     )
+    draft = report.parameters.get("extra")
+    if draft:
+        size = f"  draft layers, counted apart: {count_text(draft)} parameters"
+        if report.files and not held["extra"]:
+            console.line(f"{size}; the files leave them out")
+        else:
+            console.line(f"{size}, {held['extra']} tensors; claimed and checked, not loaded: nothing uses them yet")
     for entry in held["ignored"]:
         console.line(f"  ignored {entry['count']}: {entry['why']}")
     if console.show_all:

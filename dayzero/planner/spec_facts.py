@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dayzero.arch.cost import active_params, cache_cost, total_params
+from dayzero.arch.cost import active_params, cache_cost, extra_params, total_params
 from dayzero.arch.records import record_bytes
 from dayzero.arch.spec import ModelSpec
 from dayzero.planner.effective import effective_values
@@ -25,7 +25,7 @@ def spec_facts(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     bf16, fp8 = cache_cost(spec, "bf16"), cache_cost(spec, "fp8")
     return {
         "layers": layer_json(spec),
-        "parameters": {"total": total_params(spec), "active": active_params(spec)},
+        "parameters": {"total": total_params(spec), "active": active_params(spec), "extra": extra_params(spec)},
         "cache": {
             "per_token_bytes": {"bf16": bf16.per_token, "fp8": fp8.per_token},
             "per_sequence_bytes": bf16.per_sequence,

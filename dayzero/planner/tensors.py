@@ -24,10 +24,12 @@ NUM_SAMPLES, SAMPLE_BYTES = 16, MIB
 
 
 def tensors_json(coverage: Coverage | None, num_files: int) -> dict[str, Any]:
-    """used: count. ignored: one object a reason. unknown, missing: every name. The others: name -> what is wrong."""
+    """used, extra (of layers that the plain forward does not run): counts. ignored: one object a reason. unknown,
+    missing: every name. The others: name -> what is wrong."""
     if coverage is None:
         return {
             "used": 0,
+            "extra": 0,
             "ignored": [],
             "unknown": [],
             "missing": [],
@@ -43,6 +45,7 @@ def tensors_json(coverage: Coverage | None, num_files: int) -> dict[str, Any]:
         by_reason.setdefault(why, []).append(name)
     return {
         "used": len(coverage.used),
+        "extra": len(coverage.extra),
         "ignored": [{"why": why, "count": len(names), "names": names} for why, names in by_reason.items()],
         "unknown": list(coverage.unknown),
         "missing": list(coverage.missing),
@@ -222,7 +225,7 @@ def _layer_count(
     found: set[int] = set()
     for name in entries:
         hit = pattern.match(name)
-        if hit and name not in coverage.ignored:
+        if hit and name not in coverage.ignored and name not in coverage.extra:
             found.add(int(next(n for n in hit.groups() if n is not None)))
     wanted = set(range(len(spec.layers)))
     if not found or found == wanted:
@@ -232,7 +235,7 @@ def _layer_count(
         claim += f"; no tensor of layer {numbers_text(wanted - found)}"
     if found - wanted:
         claim += f"; nothing uses layer {numbers_text(found - wanted)}"
-    remedy = "correct num_hidden_layers, find the missing shard, or let the recipe ignore draft layers with a reason"
+    remedy = "correct num_hidden_layers, find the missing shard, or let the recipe claim draft layers (extra_rules)"
     return [
         Finding(
             "config.layer_count",

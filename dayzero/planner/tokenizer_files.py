@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
+from dayzero.chat.encoding import OWN_ENCODERS
 from dayzero.chat.families import recognise
 from dayzero.chat.stops import END_OF_TURN, SAMPLING
 from dayzero.chat.template import ENCODER_FILES
+from dayzero.chat.tiktoken_form import FILE, Vocabulary, is_known, read_vocabulary
 from dayzero.checkpoint.config_json import read_object
 from dayzero.checkpoint.source import Source
 from dayzero.errors import CheckpointError
@@ -44,7 +46,8 @@ class _TokenizerFile(msgspec.Struct):
 class TokenizerFiles:
     """tokenizer, chat: what to print in JSON. stop: id -> where it is said. sampling: generation defaults.
 
-    largest_id: highest id of the vocabulary, None when it cannot be told.
+    largest_id: highest id of the vocabulary, None when it cannot be told. odd_ids: where a stop id is said -> a value
+    there that is no id.
     """
 
     tokenizer: dict[str, Any] = field(default_factory=dict)
@@ -52,17 +55,23 @@ class TokenizerFiles:
     stop: dict[int, list[str]] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
     largest_id: int | None = None
+    odd_ids: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
 
-def read_tokenizer_files(source: Source, config: Mapping[str, Any]) -> TokenizerFiles:
-    """All of it; what cannot be read becomes a finding. Nothing here runs code from the folder."""
+def read_tokenizer_files(source: Source, config: Mapping[str, Any], family: str | None = None) -> TokenizerFiles:
+    """All of it; what cannot be read becomes a finding. Nothing here runs code from the folder.
+
+    family: what the recipe calls the model; some families' chat formats are encoded here, whatever the folder holds.
+    """
     out = TokenizerFiles()
     side = _Side(source, out)
     settings = side.json("tokenizer_config.json")
     generation = side.json("generation_config.json")
     tokens = _read_vocabulary(source, settings, out)
     templates = _read_chat(source, settings, out)
+    if out.chat["kind"] == "none" and family in OWN_ENCODERS:
+        out.chat["kind"] = "own"
     out.sampling = {key: generation[key] for key in SAMPLING if generation.get(key) is not None}
     for where, ids in _stop_sources(config, generation, settings, tokens, templates):
         for token in ids:
@@ -70,18 +79,19 @@ def read_tokenizer_files(source: Source, config: Mapping[str, Any]) -> Tokenizer
             if where not in said:
                 said.append(where)
     _report(source, out)
-    out.findings += _no_ids({"config.json": config, "generation_config.json": generation})
+    inner = config.get("text_config")
+    places = {"config.json": config, "config.json text_config": inner, "generation_config.json": generation}
+    said = {where: part.get("eos_token_id") for where, part in places.items() if isinstance(part, Mapping)}
+    out.odd_ids = {
+        where: value
+        for where, value in said.items()
+        if value is not None and _ids(value) != (value if isinstance(value, list) else [value])
+    }
     return out
 
 
-def _no_ids(files: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def no_id_findings(odd: Mapping[str, Any]) -> list[Finding]:
     """Stop ids that are no ids: dropped, they would leave a model that never stops."""
-    said = {file: content.get("eos_token_id") for file, content in files.items()}
-    odd = {
-        file: value
-        for file, value in said.items()
-        if value is not None and _ids(value) != (value if isinstance(value, list) else [value])
-    }
     if not odd:
         return []
     return [
@@ -145,6 +155,11 @@ def _read_vocabulary(source: Source, settings: Mapping[str, Any], out: Tokenizer
             (file, f"{kind} ({parsed.model.get('type', 'unknown')})" if file == "tokenizer.json" else kind)
             for file, kind in found
         ]
+    elif is_known(source):
+        ranks = _read_ranks(source, out)
+        if ranks is not None:
+            tokens = dict(ranks.added)
+            size, out.largest_id = len(ranks.ranks) + len(tokens), max(tokens.values())
     out.tokenizer = {
         "kind": found[0][1] if found else None,
         "files": sorted({file for file, _ in found}),
@@ -154,6 +169,19 @@ def _read_vocabulary(source: Source, settings: Mapping[str, Any], out: Tokenizer
         "code": sorted(fnmatch.filter(source.files(), "tokenization_*.py")),
     }
     return tokens
+
+
+def _read_ranks(source: Source, out: TokenizerFiles) -> Vocabulary | None:
+    try:
+        return read_vocabulary(source)
+    except CheckpointError as error:
+        out.findings.append(
+            Finding(
+                "tokenizer.file", "tokenizer+template", "fail", str(error), evidence=(FILE,),
+                remedy="download the file again",
+            )
+        )  # fmt: skip
+        return None
 
 
 def _parse_tokenizer(source: Source, out: TokenizerFiles) -> _TokenizerFile:

@@ -99,7 +99,7 @@ def _kinds(spec: ModelSpec) -> set[str]:
 def _mixer_kind(mixer: Mixer) -> str:
     """A layer that reuses another's index runs other code than one that owns it, and uses fewer operators, not more."""
     if isinstance(mixer, MLA) and mixer.index is not None:
-        return f"{mixer.kind} with {'a shared' if mixer.index.shared else 'an'} index"
+        return f"{mixer.kind} with {'a shared' if mixer.index.shared else 'an'} index of {mixer.index.generator}"
     return mixer.kind
 
 

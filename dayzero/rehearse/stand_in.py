@@ -1,10 +1,17 @@
-"""A stand-in tokenizer for twins whose source has none: bytes, plus the special ids the config names."""
+"""A stand-in tokenizer for twins whose source has none: bytes, plus the special ids the config names; for a family
+whose chat format needs more tokens than that, a vocabulary in the family's own form.
+
+Run as a program it writes the latter in full size, with the real special ids: ``python -m dayzero.rehearse.stand_in``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from dayzero.chat.stand_ins import REAL_RANKS, stand_in_files, xtml_files
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -16,8 +23,23 @@ FILES = (
 )  # fmt: skip
 
 
-def write_stand_in(folder: Path, vocab: int, stop_ids: Iterable[int]) -> None:
-    """tokenizer.json: byte-level, ids 0..255 are bytes; one added token for each stop id. Needs vocab >= 260."""
+VOCABULARIES = ("tokenizer.json", "tiktoken.model")  # of FILES, those that hold the vocabulary itself
+
+
+def write_stand_in(folder: Path, family: str, vocab: int, stop_ids: Iterable[int]) -> None:
+    """tokenizer.json: byte-level, ids 0..255 are bytes; one added token for each stop id. Needs vocab >= 260.
+
+    Where the family's chat format needs tokens of its own: the files of ``stand_in_files`` instead.
+    """
+    stop_ids = tuple(stop_ids)
+    own = stand_in_files(family, vocab, stop_ids)
+    for file, text in own.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    if not own:
+        _write_bytes(folder, vocab, stop_ids)
+
+
+def _write_bytes(folder: Path, vocab: int, stop_ids: tuple[int, ...]) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -40,3 +62,22 @@ def write_stand_in(folder: Path, vocab: int, stop_ids: Iterable[int]) -> None:
     if stops:
         config["eos_token"] = "<|end|>"
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the tokenizer files of a family at their real ids, into a folder that is made where there is none."""
+    parser = argparse.ArgumentParser(prog="python -m dayzero.rehearse.stand_in", description=main.__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--ranks", type=int, default=REAL_RANKS, help="tokens below the added ones (default: %(default)s)"
+    )
+    asked = parser.parse_args(arguments)
+    if not 256 <= asked.ranks <= 1 << 24:
+        parser.error(f"--ranks {asked.ranks} is outside 256 to {1 << 24}; every byte needs one")
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    for file, text in xtml_files(asked.ranks).items():
+        (asked.folder / file).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

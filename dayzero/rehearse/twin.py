@@ -11,16 +11,18 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import dayzero
 from dayzero.arch.cost import total_params
+from dayzero.arch.mixers import Mixer
 from dayzero.arch.raw import Raw
+from dayzero.arch.spec import COPIED
 from dayzero.checkpoint.config_json import check_sizes
 from dayzero.checkpoint.coverage import expected_parts
-from dayzero.checkpoint.rules import Group
+from dayzero.checkpoint.rules import Expansion, Group
 from dayzero.checkpoint.source import Source, open_source
 from dayzero.checkpoint.write import ShardTensor, split_shards, write_index, write_shard, write_sparse_shard
 from dayzero.console import ProgressFactory, no_progress
@@ -29,7 +31,7 @@ from dayzero.errors import ConfigError, ModelError, UsageError, UserError
 from dayzero.models.blueprint import Blueprint, blueprint, read_config, require_recipe
 from dayzero.models.recipe import Recipe, read_spec
 from dayzero.rehearse.shrink import apply_changes, refuse_lost, shrink
-from dayzero.rehearse.stand_in import FILES, write_stand_in
+from dayzero.rehearse.stand_in import FILES, VOCABULARIES, write_stand_in
 
 MARK = "dayzero_twin.json"
 SHARD_BYTES = 16_400_000_000  # a paper twin's shards are about as large as the ones publishers upload
@@ -117,7 +119,7 @@ def _twin_config(config: dict[str, Any], source: Source, recipe: Recipe, options
         changed = apply_changes(config, options.changes)
         check_sizes(changed, "the paper twin's config.json")
         return changed
-    keep_vocab = not source.config_only and source.exists("tokenizer.json")
+    keep_vocab = not source.config_only and any(source.exists(file) for file in VOCABULARIES)
     small = shrink(config, recipe.twin, keep_vocab=keep_vocab, changes=options.changes)
     check_sizes(small, "the twin's config.json")
     refuse_lost(read_spec(recipe, Raw(config)), read_spec(recipe, Raw(small)))
@@ -131,7 +133,7 @@ def _write_all(
     _copy_or_make_tokenizer(folder, source, plan)
     stops = list(plan.spec.stop_ids)
     _write_json(folder / "generation_config.json", {"eos_token_id": stops} if stops else {})
-    made = _write_weights(folder, plan, options, progress)
+    made = _write_weights(folder, replace(plan, expansion=_whole(plan.expansion)), options, progress)
     mark = {
         "dayzero": dayzero.__version__,
         "of": recipe.name,
@@ -144,17 +146,23 @@ def _write_all(
     return made
 
 
+def _whole(expansion: Expansion) -> Expansion:
+    """With the groups of the layers beside the plain forward among the others."""
+    beside = (part.groups for part in (expansion.extra, expansion.copies) if part is not None)
+    return replace(expansion, groups=[*expansion.groups, *(group for groups in beside for group in groups)])
+
+
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def _copy_or_make_tokenizer(folder: Path, source: Source, plan: Blueprint) -> None:
     present = [] if source.config_only else [f for f in FILES if source.exists(f)]
-    if "tokenizer.json" in present or (present and plan.spec.vocab > 4096):
+    if any(file in present for file in VOCABULARIES) or (present and plan.spec.vocab > 4096):
         for file in present:
             (folder / file).write_bytes(source.read(file, 0, source.size(file)))
     elif plan.spec.vocab >= 260:
-        write_stand_in(folder, plan.spec.vocab, plan.spec.stop_ids)
+        write_stand_in(folder, plan.spec.family, plan.spec.vocab, plan.spec.stop_ids)
 
 
 def _write_weights(
@@ -201,6 +209,7 @@ class _Values:
             if not part.optional
         }
         self._groups = {name: group for group in plan.expansion.groups for name in group.names()}
+        self._filled_by = {t.decl.name: group.name for group in plan.expansion.groups for t in group.targets}
         self._plan = plan
         self._made: tuple[str, dict[str, Any]] = ("", {})
 
@@ -219,11 +228,25 @@ class _Values:
         from dayzero.checkpoint.dequant import quantize
         from dayzero.rehearse.values import logical_values
 
-        values = logical_values(group, logical, self._seed, tied=self._plan.spec.tie.tied)
         fmt = self._format(logical, group)
+        tied, name = self._plan.spec.tie.tied, self._original(group) or logical
+        values = logical_values(group, name, self._seed, tied=tied, mixer=self._mixer(group), block=fmt.block)
         if not fmt.quantized:
             values = values.reshape(group.plain_shapes[0]) if not _transposed(group) else values.transpose(-1, -2)
         return quantize(fmt, values)
+
+    def _original(self, group: Group) -> str | None:
+        """The tensor that a draft layer's copy of the embedding or the head repeats."""
+        first, _, word = group.targets[0].decl.name.rpartition(".")
+        return self._filled_by.get(word, self._filled_by["embed"]) if first and word in COPIED else None
+
+    def _mixer(self, group: Group) -> Mixer | None:
+        """The mixer that the tensor belongs to."""
+        spec, words = self._plan.spec, group.targets[0].decl.name.split(".")
+        if words[2:3] != ["mixer"]:
+            return None
+        layers = spec.layers if words[0] == "layers" else spec.extra.layers if spec.extra is not None else ()
+        return layers[int(words[1])].mixer
 
     def _format(self, logical: str, group: Group) -> Format:
         from dayzero.checkpoint.coverage import stored_format

@@ -27,18 +27,29 @@ _MISSING = re.compile(r"^Object missing required field `([^`]*)`$")
 _ODD = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, or 413 as soon as it is known to be longer than ``limit`` bytes."""
+async def read_body(request: Request, limit: int, seconds: float, rate: int) -> bytes:
+    """The body, or 413 as soon as it is known to be longer than ``limit`` bytes.
+
+    408 when it has not come within ``seconds``, to which each ``rate`` bytes that do come add one: a client that sends
+    a byte now and then holds no connection for ever.
+    """
     too_long = ApiError(413, f"the request body is longer than {limit} bytes.", code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise too_long
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise too_long
-        parts.append(part)
+    try:
+        async with asyncio.timeout(seconds) as patience:
+            until = patience.when()
+            assert until is not None
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_long
+                parts.append(part)
+                patience.reschedule(until + size / rate)
+    except TimeoutError:
+        raise ApiError(408, f"the request's body did not come in time; {size} bytes did.", code="timeout") from None
     return b"".join(parts)
 
 

@@ -11,11 +11,12 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from dayzero.chat.pieces import Content
+from dayzero.chat.text_limit import TextTooLong
 from dayzero.chat.tokenizer import Tokenizer
 from dayzero.engine.events import Logprobs
 from dayzero.engine.request import Grammar, SamplingParams
 from dayzero.server.endpoint import Call
-from dayzero.server.errors import ApiError, bad
+from dayzero.server.errors import ApiError, as_api_error, bad
 from dayzero.server.generation import Chunk, Generation
 from dayzero.server.jobs import need_tokenizer, off_loop, start, text_reader, tokenizer_of
 from dayzero.server.logprobs import LegacyLogprobs, prompt_logprobs
@@ -74,6 +75,11 @@ async def read_prompts(call: Call, body: CompletionRequest) -> list[TextPrompt]:
     tokenizer = need_tokenizer(call.state, "prompt")
     texts = [text for text in given if isinstance(text, str)]
     begin = body.add_special_tokens is not False
+    for text in texts:
+        try:
+            tokenizer.check_length(text)
+        except TextTooLong as error:
+            raise bad(str(error), "prompt", as_api_error(error).code) from error
     return await off_loop(
         call, lambda: [TextPrompt(tokenizer.encode(text, special=True, begin=begin), text) for text in texts]
     )

@@ -7,29 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from dayzero.chat.conversation import Conversation, ImagePart, Message, NamedTool, Part, TextPart, Tool, ToolCall
-from dayzero.server.config import ServerConfig
 from dayzero.server.endpoint import Call
 from dayzero.server.errors import bad
 from dayzero.server.protocol import chat as api
 from dayzero.server.protocol.shared import FunctionTool, Thinking, ToolCallIn
 from dayzero.server.protocol.shared import NamedTool as NamedToolIn
 
-NO_IMAGES = "this model takes no images."
+PRINTED = ("tools[].function.", "messages[].tools[].function.")  # what a template prints of a request as it came
 # What a client cannot set through chat_template_kwargs: fields of the request say it.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 def from_chat(call: Call, body: Any) -> Conversation:
-    """Of /v1/chat/completions and /tokenize, whose bodies share these fields. ApiError 400 for images."""
-    messages = [_message(item) for item in body.messages]
-    refuse_images(messages, call.state.config, "messages[{}].content")
-    raw_tools = (call.raw or {}).get("tools") or ()
-    tools = [function_tool(tool, raw.get("function")) for tool, raw in zip(body.tools or (), raw_tools)]
+    """Of /v1/chat/completions and /tokenize, whose bodies share these fields."""
+    raw_messages = (call.raw or {}).get("messages") or [{}] * len(body.messages)
+    messages = [_message(item, raw) for item, raw in zip(body.messages, raw_messages)]
+    tools = _tools(body.tools, (call.raw or {}).get("tools"))
     choice = getattr(body, "tool_choice", None)
     parallel = getattr(body, "parallel_tool_calls", None)
     thinking, effort = getattr(body, "thinking", None), getattr(body, "reasoning_effort", None)
     # The template prints a function as the client wrote it, so its further keys are read after all.
-    call.ignored[:] = [path for path in call.ignored if not path.startswith("tools[].function.")]
+    call.ignored[:] = [path for path in call.ignored if not path.startswith(PRINTED)]
     return Conversation(
         messages,
         tools=tools,
@@ -41,13 +39,14 @@ def from_chat(call: Call, body: Any) -> Conversation:
     )
 
 
-def _message(item: api.ChatMessage) -> Message:
+def _message(item: api.ChatMessage, raw: Any) -> Message:
+    """raw: the message as it came."""
     parts = _parts(item.content)
     match item:
         case api.SystemMessage():
-            return Message("system", parts, name=item.name)
+            return Message("system", parts, name=item.name, tools=_tools(item.tools, raw.get("tools")))
         case api.DeveloperMessage():
-            return Message("developer", parts, name=item.name)
+            return Message("developer", parts, name=item.name, tools=_tools(item.tools, raw.get("tools")))
         case api.UserMessage():
             return Message("user", parts, name=item.name)
         case api.AssistantMessage():
@@ -77,24 +76,14 @@ def _tool_call(call: ToolCallIn) -> ToolCall:
     return ToolCall(call.id or "", call.function.name, text)
 
 
+def _tools(tools: Sequence[FunctionTool] | None, raw: Any) -> tuple[Tool, ...]:
+    return tuple(function_tool(tool, its.get("function")) for tool, its in zip(tools or (), raw or ()))
+
+
 def function_tool(tool: FunctionTool, raw: Any = None) -> Tool:
     """raw: the function object as it came."""
     function = tool.function
     return Tool(function.name, function.description, function.parameters, bool(function.strict), raw)
-
-
-def refuse_images(messages: Sequence[Message], config: ServerConfig, field: str) -> None:
-    """Limits on images, and that no model here takes any. field: where they stand, with {} for a message's number.
-    ApiError 400."""
-    images = [(number, image) for number, message in enumerate(messages) for image in message.images]
-    if len(images) > config.max_images:
-        raise bad(
-            f"the request has {len(images)} images; at most {config.max_images} are taken.", field.partition("[")[0]
-        )
-    for number, image in images:
-        if len(image.source) * 3 // 4 > config.max_image_bytes and image.source.startswith("data:"):
-            raise bad(f"an image is larger than {config.max_image_bytes} bytes.", field.format(number))
-        raise bad(NO_IMAGES, field.format(number))
 
 
 def template_kwargs(

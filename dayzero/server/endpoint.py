@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from dayzero.errors import UserError
 from dayzero.server.body import parse, read_body
-from dayzero.server.errors import ApiError, Style, as_api_error, retry_headers
+from dayzero.server.errors import ApiError, Style, as_api_error, error_headers
 from dayzero.server.state import ServerState
 
 CLIENT_GONE = 499  # never sent: how the log and the metrics name an answer nobody waited for
@@ -66,10 +66,11 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Route:
-    """path: as Starlette matches it. body: what the request's JSON must be, None: it has none. answer: struct of the
-    200 answer. guarded: needs the API key. logged: its end is one line in the log. prepare: mends the raw JSON before
-    it is checked and returns what it took out. stream: an answer may come as server-sent events. statuses: what it may
-    answer besides 200 and what its kind implies. summary: for /openapi.json."""
+    """path: as Starlette matches it. body: what the request's JSON must be, None: it has none. answer: struct of
+    the 200 answer. guarded: needs the API key. logged: its end is one line in the log. prepare: mends the raw JSON
+    before it is checked and returns what it took out. turns: the field that holds the conversation. stream: an
+    answer may come as server-sent events. statuses: what it may answer besides 200 and what its kind implies.
+    summary: for /openapi.json."""
 
     path: str
     handler: Handler
@@ -80,6 +81,7 @@ class Route:
     guarded: bool = False
     logged: bool = False
     prepare: Prepare | None = None
+    turns: str = "messages"
     stream: bool = False
     statuses: tuple[int, ...] = ()
     summary: str = ""
@@ -90,7 +92,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def error_response(error: ApiError, style: Style, retry_after_s: int) -> Response:
-    return json_response(error.body(style), error.status, retry_headers(error.status, retry_after_s))
+    return json_response(error.body(style), error.status, error_headers(error.status, retry_after_s))
 
 
 class Endpoint:
@@ -142,7 +144,7 @@ class Endpoint:
         if route.guarded and config.api_keys:
             _check_key(call.request, config.api_keys)
         if route.body is not None:
-            data = await read_body(call.request, config.max_body_bytes)
+            data = await read_body(call.request, config.max_body_bytes, config.body_seconds, config.body_rate)
             call.size = len(data)
             call.body, ignored, call.raw = await parse(data, route.body, config.max_json_depth, route.prepare)
             call.ignore(*ignored)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from dayzero.errors import EngineDead, Overloaded, UserError
+from dayzero.chat.text_limit import TextTooLong
+from dayzero.errors import EngineDead, FieldError, Overloaded, UserError
 
 Style = Literal["openai", "anthropic"]
 
@@ -19,6 +20,7 @@ OPENAI_TYPES = {
     401: "authentication_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -31,6 +33,7 @@ ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "request_too_large",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -108,7 +111,8 @@ def as_api_error(error: UserError) -> ApiError:
         return ApiError(429, str(error), code=CODES["overloaded"])
     if isinstance(error, EngineDead):
         return unavailable(str(error), "engine_died")
-    return bad(str(error))
+    code = CODES["too_long"] if isinstance(error, TextTooLong) else None
+    return bad(str(error), error.field if isinstance(error, FieldError) else None, code)
 
 
 def engine_error(error: tuple[str, str] | None, *, begun: bool) -> ApiError:
@@ -124,5 +128,10 @@ def internal() -> ApiError:
     return ApiError(500, "the server met an internal error; its log has the details.", code="internal")
 
 
-def retry_headers(status: int, retry_after_s: int) -> dict[str, str]:
-    return {"retry-after": str(retry_after_s)} if status in (429, 503) else {}
+def error_headers(status: int, retry_after_s: int) -> dict[str, str]:
+    """What an answer with this status says besides: when to come back, how to log in, that the connection ends."""
+    if status in (429, 503):
+        return {"retry-after": str(retry_after_s)}
+    if status == 401:  # RFC 9110, 15.5.2
+        return {"www-authenticate": "Bearer"}
+    return {"connection": "close"} if status == 408 else {}

@@ -21,7 +21,7 @@ from dayzero.engine.api import Engine
 from dayzero.engine.events import Logprobs, Output
 from dayzero.engine.request import FinishReason, NewRequest
 from dayzero.errors import EngineDead
-from dayzero.server.errors import engine_error, unavailable
+from dayzero.server.errors import ApiError, engine_error, unavailable
 from dayzero.server.protocol.shared import CompletionTokensDetails, PromptTokensDetails, Usage
 
 
@@ -132,6 +132,7 @@ class Choice:
         self.finish: FinishReason | None = None
         self.times: dict[str, float] = {}
         self.problems = 0
+        self.error: ApiError | None = None  # what ended it, when that was no ordinary end
         self.last_output: float | None = None  # by time.monotonic
         self._taken = asyncio.Event()
         self._begun = False
@@ -142,13 +143,8 @@ class Choice:
         return self.request.leader is None
 
     def take(self, output: Output) -> Chunk:
-        """One output of the engine as a chunk. ApiError when it ended with an error."""
-        if output.finish == "error":
-            self.finish = "error"
-            raise engine_error(output.error, begun=self.num_tokens > 0 or bool(output.tokens))
-        if output.finish == "abort":
-            self.finish = "abort"
-            raise unavailable("the request was ended before its answer was complete.", "aborted")
+        """One output of the engine as a chunk. ``error`` is set when it ended with one; what came before is in the
+        chunk all the same."""
         chunk = Chunk(self.index, not self._begun, prompt_logprobs=output.prompt_logprobs)
         self._begun = True
         self.times |= output.times
@@ -159,6 +155,9 @@ class Choice:
         stopped = self.reader.stopped
         if stopped is not None:
             chunk.finish, chunk.stop_reason = "stop", stopped
+        elif output.finish in ("error", "abort"):
+            self.finish = output.finish
+            self.error = _error(output, begun=self.num_tokens > 0)
         elif output.finish is not None:
             chunk.finish, chunk.stop_id = output.finish, output.stop_id
             if output.stop_id in self.request.params.stop_token_ids:
@@ -175,6 +174,12 @@ class Choice:
         if late is not None and chunk.stop_reason is None:  # completed by what was held back
             chunk.finish, chunk.stop_reason = "stop", late
         self.finish = chunk.finish
+
+
+def _error(output: Output, *, begun: bool) -> ApiError:
+    if output.finish == "abort":
+        return unavailable("the request was ended before its answer was complete.", "aborted")
+    return engine_error(output.error, begun=begun)
 
 
 class Observer(Protocol):
@@ -209,13 +214,17 @@ class Generation:
         try:
             while running:
                 outputs = await self._next()
-                chunks = []
+                chunks: list[Chunk] = []
+                failed: BaseException | None = None
                 for choice, output in outputs:
                     if output is None:
-                        _raise_end(choice, tasks[choice], choice in running)
+                        failed = failed or _end_error(choice, tasks[choice], choice in running)
                     elif choice in running:
                         before = choice.num_tokens
-                        chunks.append(choice.take(output))
+                        chunk = choice.take(output)
+                        failed = failed or choice.error
+                        if choice.error is None or chunk.tokens:
+                            chunks.append(chunk)
                         self._observer.output(choice, choice.num_tokens - before, time.monotonic())
                         choice._taken.set()
                         if choice.finish is not None:
@@ -224,6 +233,8 @@ class Generation:
                             self._observer.ended(choice)
                 if chunks or not outputs:
                     yield sorted(chunks, key=lambda chunk: chunk.index)
+                if failed is not None:  # behind what came before it
+                    raise failed
         finally:
             for task in tasks.values():
                 task.cancel()
@@ -284,12 +295,11 @@ async def _leave(outputs: AsyncIterator[Output], engine: Engine, request_id: str
         await engine.abort(request_id)
 
 
-def _raise_end(choice: Choice, task: asyncio.Task[None], running: bool) -> None:
+def _end_error(choice: Choice, task: asyncio.Task[None], running: bool) -> BaseException | None:
     """The engine has no more of this choice; an error unless it had finished."""
     if task.cancelled() or not running:
-        return
-    error = task.exception()
-    raise error if error is not None else EngineDead(f"the engine gave no end to the answer {choice.index}.")
+        return None
+    return task.exception() or EngineDead(f"the engine gave no end to the answer {choice.index}.")
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:

@@ -6,6 +6,7 @@ import codecs
 import math
 from collections.abc import Sequence
 
+from dayzero.chat.pieces import Content, OutputParser, Piece, ToolProblem
 from dayzero.chat.tokenizer import Tokenizer
 from dayzero.engine.events import Logprobs
 from dayzero.server.protocol.chat import TokenLogprob, TopLogprob
@@ -58,6 +59,51 @@ def prompt_logprobs(tokenizer: Tokenizer | None, items: Sequence[Logprobs]) -> l
         )
         out.append(entry)
     return out
+
+
+class ContentLogprobs:
+    """Tells which tokens of a chat answer lie in its content, however the answer is cut.
+
+    Each token's text is read for itself by a parser of its own. When content comes out, it is the newest tokens' text:
+    a token may be held back, as half a character or as what may yet be a marker, and be content only later. parser:
+    fresh, of this answer. skip: ids whose text is left out of it.
+    """
+
+    def __init__(self, parser: OutputParser, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
+        self._parser, self._tokenizer, self._skip = parser, tokenizer, skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held: list[tuple[Logprobs, int]] = []  # with the bytes of its text
+        self._run, self._open = 0, False
+
+    def take(self, items: Sequence[Logprobs]) -> list[tuple[int, Logprobs]]:
+        """The next tokens; those that are known to be content, in order, with the number of their run: calls or
+        reasoning may stand between runs of content."""
+        out: list[tuple[int, Logprobs]] = []
+        for item in items:
+            if item.token not in self._skip:
+                data = self._tokenizer.token_bytes(item.token)
+                self._held.append((item, len(data)))
+                out += self._sorted(self._parser.push(self._utf8.decode(data), [item.token]))
+        return out
+
+    def finish(self) -> list[tuple[int, Logprobs]]:
+        """The rest."""
+        return self._sorted([*self._parser.push(self._utf8.decode(b"", final=True), []), *self._parser.finish()])
+
+    def _sorted(self, pieces: Sequence[Piece]) -> list[tuple[int, Logprobs]]:
+        if not pieces:
+            return []
+        size = sum(len(piece.text.encode()) for piece in pieces if isinstance(piece, Content))
+        held, self._held = self._held, []
+        first = len(held)
+        while first and size > 0:
+            first -= 1
+            size -= held[first][1]
+        for piece in pieces:
+            if isinstance(piece, Content):
+                self._run += not self._open
+            self._open = isinstance(piece, Content) or (self._open and isinstance(piece, ToolProblem))
+        return [(self._run, item) for item, _ in held[first:]]
 
 
 class LegacyLogprobs:

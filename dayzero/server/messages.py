@@ -13,7 +13,7 @@ from starlette.responses import Response
 from dayzero.chat.conversation import Conversation, ImagePart, Message, NamedTool, TextPart, Tool, ToolCall, ToolChoice
 from dayzero.chat.pieces import Content, Piece, Reasoning, ToolArguments, ToolCallStart, ToolProblem
 from dayzero.server.chat_completions import problem_out
-from dayzero.server.conversations import refuse_images, template_kwargs
+from dayzero.server.conversations import template_kwargs
 from dayzero.server.endpoint import Call, json_response
 from dayzero.server.errors import ApiError
 from dayzero.server.generation import Chunk, joined
@@ -65,7 +65,6 @@ def _conversation(call: Call, body: api.CountRequest) -> Conversation:
         out.append(Message("system", tuple(TextPart(text) for text in texts)))
     for message in body.messages:
         out += _messages(call, message)
-    refuse_images(out, call.state.config, "messages")
     thinking = None
     if body.thinking is not None:
         thinking = Thinking(type=body.thinking.type, budget_tokens=body.thinking.budget_tokens)

@@ -16,6 +16,7 @@ STATUSES = {
     400: "The request is at fault; ``param`` names the field.",
     401: "The API key is missing or wrong.",
     404: "No such model.",
+    408: "The body did not come in time.",
     413: "The body is longer than this server takes.",
     429: "Too many requests are waiting; see Retry-After.",
     500: "The engine could not finish this answer.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dayzero.chat.conversation import Conversation, ImagePart, Message, NamedTool, Part, TextPart, Tool, ToolCall
-from dayzero.server.conversations import refuse_images, template_kwargs
+from dayzero.server.conversations import template_kwargs
 from dayzero.server.endpoint import Call
 from dayzero.server.errors import bad
 from dayzero.server.messages import drop_tools
@@ -36,10 +36,9 @@ def refuse_stored(body: api.ResponsesRequest) -> None:
 
 
 def conversation_of(call: Call, body: api.ResponsesRequest) -> Conversation:
-    """ApiError 400 for images and for parts that are no text."""
+    """ApiError 400 for what template_kwargs refuses."""
     messages = [Message.of("system", body.instructions)] if body.instructions else []
     messages += [Message.of("user", body.input)] if isinstance(body.input, str) else _turns(body.input)
-    refuse_images(messages, call.state.config, "input")
     choice = body.tool_choice
     effort = body.reasoning.effort if body.reasoning is not None else None
     return Conversation(

@@ -10,29 +10,33 @@ from msgspec import UNSET
 from starlette.responses import Response as HttpResponse
 
 from dayzero.chat.pieces import Content, Piece, Reasoning, ToolArguments, ToolCallStart, ToolProblem
+from dayzero.engine.events import Logprobs
 from dayzero.server.chat_completions import problem_out
 from dayzero.server.endpoint import Call
 from dayzero.server.errors import ApiError, bad
 from dayzero.server.generation import Chunk, joined
-from dayzero.server.jobs import ChatJob, chat_job
+from dayzero.server.jobs import ChatJob, chat_job, content_logprobs, tokenizer_of
+from dayzero.server.logprobs import chat_logprobs
 from dayzero.server.protocol import responses as api
+from dayzero.server.protocol.chat import TokenLogprob
 from dayzero.server.protocol.shared import JsonObjectFormat, ToolProblemOut
 from dayzero.server.response_items import conversation_of, refuse_stored
 from dayzero.server.sampling import Asked, Asks, grammar_asked
 from dayzero.server.stream import named, respond
 
+LOGPROBS = "message.output_text.logprobs"  # of ``include``: log-probabilities of the answer's text
+
 
 async def responses(call: Call) -> HttpResponse:
     body: api.ResponsesRequest = call.body
     refuse_stored(body)
-    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
-        raise bad("log-probabilities are not given here; ask /v1/chat/completions.", "top_logprobs")
     if body.store:
         call.ignore("store")
     if body.truncation == "auto":
         call.ignore("truncation")
-    call.ignore(*(f"include.{name[:64]}" for name in body.include or ()))
-    asked = Asked(model=body.model, max_tokens=body.max_output_tokens, stop=body.stop)
+    call.ignore(*(f"include.{name[:64]}" for name in body.include or () if name != LOGPROBS))
+    logprobs = (body.top_logprobs or 0) if body.top_logprobs or LOGPROBS in (body.include or ()) else None
+    asked = Asked(model=body.model, max_tokens=body.max_output_tokens, stop=body.stop, logprobs=logprobs)
     job = await chat_job(call, conversation_of(call, body), body, asked, _grammar_asked(body))
     return await respond(call, job.generation, ResponsesWriter(call, job), bool(body.stream))
 
@@ -51,12 +55,13 @@ def _grammar_asked(body: api.ResponsesRequest) -> Asks | None:
 
 
 class _Item:
-    """An output item being written. kind: of pieces it takes; texts: what has come of it."""
+    """An output item being written. kind: of pieces it takes; texts, logprobs: what has come of it."""
 
     def __init__(
         self, kind: type[Piece], item: api.OutputMessage | api.OutputReasoning | api.OutputFunctionCall
     ) -> None:
         self.kind, self.item, self.texts = kind, item, list[str]()
+        self.logprobs: list[TokenLogprob] = []
 
     @property
     def text(self) -> str:
@@ -73,6 +78,9 @@ class ResponsesWriter:
         self._problems: list[ToolProblemOut] = []
         self._status: api.Status = "in_progress"
         self._sequence = 0
+        self._tokenizer = tokenizer_of(call.state)
+        self._content = content_logprobs(call, job) if job.params.logprobs is not None else None
+        self._logprobs: list[tuple[int, Logprobs]] = []  # of the answer's texts, by their number; not told yet
 
     def add(self, chunks: list[Chunk]) -> None:
         self.events(chunks)
@@ -85,6 +93,9 @@ class ResponsesWriter:
         for chunk in chunks:
             if chunk.first:
                 out += [self._whole_event("response.created"), self._whole_event("response.in_progress")]
+            if self._content is not None:
+                self._logprobs += self._content.take(chunk.logprobs)
+                self._logprobs += self._content.finish() if chunk.finish is not None else []
             for piece in joined(chunk.pieces):
                 out += self._piece(piece)
             if chunk.finish is not None:
@@ -128,6 +139,7 @@ class ResponsesWriter:
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            top_logprobs=body.top_logprobs or 0,
             text=raw.get("text") or {"format": {"type": "text"}},
             usage=self._usage() if done else None,
             completed_at=int(time.time()) if done else None,
@@ -152,7 +164,8 @@ class ResponsesWriter:
         match piece:
             case Content(text):
                 opened = self._open(Content)
-                return [*opened, self._text_event("response.output_text.delta", delta=text, logprobs=[])]
+                logprobs = self._told_logprobs()
+                return [*opened, self._text_event("response.output_text.delta", delta=text, logprobs=logprobs)]
             case Reasoning(text):
                 opened = self._open(Reasoning)
                 return [*opened, self._text_event("response.reasoning_text.delta", delta=text)]
@@ -183,7 +196,8 @@ class ResponsesWriter:
         self._items.append(_Item(kind, item))
         out.append(self._event("response.output_item.added", output_index=len(self._items) - 1, item=item))
         if kind is not ToolCallStart:
-            out.append(self._part_event("response.content_part.added", self._part("")))
+            empty = api.OutputText(text="") if kind is Content else api.OutputReasoningText(text="")
+            out.append(self._part_event("response.content_part.added", empty))
         return out
 
     def _close(self, status: api.Status) -> list[bytes]:
@@ -198,20 +212,26 @@ class ResponsesWriter:
             out.append(self._done_event("response.function_call_arguments.done", arguments=text, name=item.name))
         else:
             if isinstance(item, api.OutputMessage):
-                out.append(self._done_event("response.output_text.done", content_index=0, text=text, logprobs=[]))
-                item.content = [api.OutputText(text=text)]
+                self._told_logprobs()  # of what was held back behind its last delta
+                logprobs = last.logprobs
+                out.append(self._done_event("response.output_text.done", content_index=0, text=text, logprobs=logprobs))
+                item.content = [api.OutputText(text=text, logprobs=logprobs)]
             else:
                 out.append(self._done_event("response.reasoning_text.done", content_index=0, text=text))
                 item.content = [api.OutputReasoningText(text=text)]
-            out.append(self._part_event("response.content_part.done", self._part(text)))
+            out.append(self._part_event("response.content_part.done", item.content[0]))
         item.status = status
         out.append(self._event("response.output_item.done", output_index=len(self._items) - 1, item=item))
         return out
 
-    def _part(self, text: str) -> api.OutputText | api.OutputReasoningText:
-        if isinstance(self._items[-1].item, api.OutputMessage):
-            return api.OutputText(text=text)
-        return api.OutputReasoningText(text=text)
+    def _told_logprobs(self) -> list[TokenLogprob]:
+        """Log-probabilities that nobody was told of yet, as those of the item that is open."""
+        number = sum(isinstance(item.item, api.OutputMessage) for item in self._items)
+        mine = [item for run, item in self._logprobs if run <= number]
+        self._logprobs = [(run, item) for run, item in self._logprobs if run > number]
+        new = chat_logprobs(self._tokenizer, mine)
+        self._items[-1].logprobs += new
+        return new
 
     # --- events ------------------------------------------------------------------------------------------------------
 

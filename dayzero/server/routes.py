@@ -24,7 +24,7 @@ from dayzero.server.protocol.tokenize import (
 from dayzero.server.response_items import prepare
 from dayzero.server.responses import responses
 
-BODY = (400, 413)
+BODY = (400, 408, 413)
 ENGINE = (404, 429, 500, 503)
 
 GENERATE = (
@@ -33,7 +33,7 @@ GENERATE = (
     Route("/v1/completions", completions, "POST", CompletionRequest, Completion, guarded=True, logged=True,
           stream=True, statuses=(*BODY, *ENGINE), summary="Continue texts or token ids."),
     Route("/v1/responses", responses, "POST", ResponsesRequest, Response, guarded=True, logged=True, prepare=prepare,
-          stream=True, statuses=(*BODY, *ENGINE), summary="Answer input items; nothing is stored."),
+          turns="input", stream=True, statuses=(*BODY, *ENGINE), summary="Answer input items; nothing is stored."),
     Route("/v1/messages", messages, "POST", MessagesRequest, MessageOut, style="anthropic", guarded=True, logged=True,
           prepare=drop_hosted_tools, stream=True, statuses=(*BODY, *ENGINE), summary="Answer messages."),
 )  # fmt: skip

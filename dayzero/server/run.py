@@ -26,6 +26,7 @@ from dayzero.server.errors import ApiError
 
 POLL_SECONDS = 0.2
 MAX_HEAD_BYTES = 1 << 18  # request line and headers
+HEAD_SECONDS = 30.0  # from a connection's or a request's first byte to the end of its headers
 GRACE_SECONDS = 5.0  # for connections that are still open when all answers have been given
 
 
@@ -42,14 +43,42 @@ class Http(HttpToolsProtocol):
     hold up all other clients. What is no HTTP is answered in the API's words too."""
 
     _head_bytes: int | None = 0  # of the head that is being read; None: a body is
+    _head_timer: asyncio.TimerHandle | None = None
+    head_seconds = HEAD_SECONDS
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
+        self._await_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._head_bytes = None
+        self._head_came()
         super().on_headers_complete()
+
+    def _await_head(self) -> None:
+        self._head_came()
+        self._head_timer = self.loop.call_later(self.head_seconds, self._head_late)
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        """Between requests a connection may rest: how long is the server's ``timeout_keep_alive``."""
+        if self.cycle is not None and not self.cycle.response_complete:  # the answer to the request before goes on
+            self._await_head()
+        elif not self.transport.is_closing():
+            self._refuse(408, b"Request Timeout", "the request's headers did not come in time.")
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -83,8 +83,6 @@ def sampling_params(fields: SamplingFields, asked: Asked, defaults: Defaults) ->
     if given.get("top_k") == -1:
         given["top_k"] = 0
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
-    if stop and fields.min_tokens:
-        raise bad("min_tokens cannot be held together with stop strings; use stop_token_ids.", "min_tokens")
     bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     if len(bias) < len(fields.logit_bias or {}):
         raise bad("logit_bias names one token id in two ways, as 5 and 05; give each once.", "logit_bias")
@@ -107,11 +105,13 @@ def sampling_params(fields: SamplingFields, asked: Asked, defaults: Defaults) ->
     )
 
 
-def checked(params: SamplingParams, prompt: Sequence[int], info: EngineInfo, defaults: Defaults) -> SamplingParams:
-    """``params`` fit for a NewRequest with this prompt. ApiError 400 names the field at fault."""
+def checked(
+    params: SamplingParams, prompt: Sequence[int], info: EngineInfo, defaults: Defaults, field: str = "prompt"
+) -> SamplingParams:
+    """``params`` fit for a NewRequest with this prompt, which came in ``field``. ApiError 400 names the fault."""
     outside = next((token for token in prompt if not 0 <= token < info.vocab), None)
     if outside is not None:
-        raise bad(f"the prompt holds the token id {outside}; this model's ids go from 0 to {info.vocab - 1}.", "prompt")
+        raise bad(f"the prompt holds the token id {outside}; this model's ids go from 0 to {info.vocab - 1}.", field)
     if params.max_tokens is None and defaults.max_tokens is not None:
         room = info.max_model_len - len(prompt)
         if room > 0:
@@ -119,13 +119,15 @@ def checked(params: SamplingParams, prompt: Sequence[int], info: EngineInfo, def
     try:
         return check(params, len(prompt), info.max_model_len, info.vocab)
     except ParamError as error:
-        raise param_error(error) from None
+        raise param_error(error, field) from None
 
 
-def param_error(error: ParamError) -> ApiError:
+def param_error(error: ParamError, prompt: str = "prompt") -> ApiError:
+    """prompt: the field that the prompt came in."""
     too_long = error.field in ("prompt", "max_tokens") and "takes at most" in str(error)
     sentence = f"{str(error).removesuffix('.')}."
-    return bad(sentence, FIELDS.get(error.field, error.field), "context_length_exceeded" if too_long else None)
+    names = FIELDS | {"prompt": prompt}
+    return bad(sentence, names.get(error.field, error.field), "context_length_exceeded" if too_long else None)
 
 
 def of_choice(params: SamplingParams, number: int) -> SamplingParams:

@@ -71,6 +71,8 @@ class ServerState:
             raise unavailable(f"the engine is being started again: {status.why}", "restarting")
         if status.state == "dead":
             raise unavailable(f"there is no engine: {status.why}", "engine_died")
+        if self.chat is not None and self.chat.tokenizer is not None:
+            self.chat.tokenizer.limit(self.engine.info.max_model_len)
         return self.engine.info
 
     def known(self) -> EngineInfo:

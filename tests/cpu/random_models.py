@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dayzero.arch.channels import GLU, Channel, MoE, Router
-from dayzero.arch.mixers import MLA, Attention, Delta, Index, Mixer
+from dayzero.arch.index import Index, LocalIndex, Pool
+from dayzero.arch.mixers import MLA, Attention, Delta, Mixer
 from dayzero.arch.norms import Activation, Norm
 from dayzero.arch.residuals import AttnRes, Plain, Residual
 from dayzero.arch.rope import Rope, Yarn
@@ -55,6 +56,7 @@ def moe(router: Router | None = None, **over: object) -> MoE:
 
 
 YARN_ROPE = Rope(12, 10000.0, "half", scaling=Yarn(4.0, 32, truncate=False, magnitude=1.1))
+BLOCKS, GATED = Pool(4, "max", local=1, tail="scored"), Pool(3, "gated")
 MIXERS: dict[str, tuple[Mixer, ...]] = {
     "attention": (attention(), attention()),
     "window_sinks": (attention(window=5, sinks=True, bias=True, out_bias=True, rope=YARN_ROPE), attention(sinks=True)),
@@ -63,6 +65,10 @@ MIXERS: dict[str, tuple[Mixer, ...]] = {
     "latent_raw_gate": (latent(rope=None, gate=True), latent(gate=True)),
     "latent_index": (latent(index=index()), latent(index=index(rope=None, top_k=7))),
     "latent_shared_index": (latent(index=index()), latent(index=index(shared=True))),
+    "latent_pools": (latent(index=index(pool=BLOCKS, top_k=8)), latent(index=index(shared=True, pool=BLOCKS, top_k=8))),
+    "latent_gated": (latent(index=index(pool=GATED, top_k=6)), latent(rope=None, index=index(pool=GATED, top_k=3))),
+    "latent_near": (latent(index=LocalIndex(5)), latent(index=LocalIndex(3, sinks=2))),
+    "latent_forced": (latent(index=index(sinks=1, window=2)), latent(index=index(window=1))),
     "delta_softplus": (delta(), delta()),
     "delta_bounded": (delta(lower=-5.0, gate_rank=None), delta(decay_rank=None, lower=-5.0)),
     "delta_head": (delta(decay="head", key_heads=2, decay_rank=None, gate_rank=None, out_gate="silu"), attention()),

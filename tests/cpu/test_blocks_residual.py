@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -83,3 +84,32 @@ def test_without_a_preference_sources_count_alike() -> None:
     carry = Carry({"partial": row(6, 0), "bank": torch.tensor([[[0.0, 3.0], [3.0, 3.0]]])})
     got = close_carry(DEPTH, carry, Params(depth_params()), Site(""))
     torch.testing.assert_close(got, row(3, 2))
+
+
+def test_the_bank_is_allocated_once_and_earlier_carries_do_not_change() -> None:
+    """Each of the later sums goes behind the ones before it, into memory that the first carry brought."""
+    block = build_residual(DEPTH, Params(depth_params()), Site("layers.0"), 0)
+    carries = [open_carry(DEPTH, row(0, 1))]
+    for i in range(3):
+        carries.append(block.leave(carries[-1], "mixer", row(i, -i)))
+    assert [carry["bank"].tolist() for carry in carries] == [
+        [[]], [[[0, 1]]], [[[0, 1], [0, 0]]], [[[0, 1], [0, 0], [1, -1]]],
+    ]  # fmt: skip
+    assert len({carry["bank"].data_ptr() for carry in carries[1:]}) == 1
+    assert carries[-1]["bank"].transpose(0, 1).is_contiguous()
+    with pytest.raises(AssertionError, match="full"):
+        block.leave(carries[-1], "mixer", row(9, 9))
+
+
+def test_a_carry_can_be_gone_on_from_more_than_once() -> None:
+    """Alignment runs a layer in several ways from one carry: no run may see what another one added."""
+    block = build_residual(DEPTH, Params(depth_params()), Site("layers.0"), 0)
+    before = block.leave(open_carry(DEPTH, row(1, 1)), "mixer", row(2, 2))
+    one = block.leave(before, "mixer", row(5, 5))
+    other = block.leave(block.leave(before, "channel", row(1, 0)), "mixer", row(7, 7))
+    made = block.leave(Carry({"partial": row(4, 4), "bank": torch.ones(1, 1, 2)}), "mixer", row(8, 8))
+    assert before["bank"].tolist() == [[[1, 1]]]
+    assert one["bank"].tolist() == [[[1, 1], [2, 2]]]
+    assert other["bank"].tolist() == [[[1, 1], [3, 2]]]
+    assert made["bank"].tolist() == [[[1, 1], [4, 4]]]
+    assert block.leave(one, "mixer", row(0, 0))["bank"].tolist() == [[[1, 1], [2, 2], [5, 5]]]

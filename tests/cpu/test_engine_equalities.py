@@ -1,8 +1,8 @@
 """What an engine may not change: cold = warm, one chunk = any chunks, alone = together, preempted = not, one form =
 the other, on reference operators (design §6). Tokens are equal, logits within 1e-5 of their spread.
 
-Four families stand for all by default: plain attention, windows with sinks, states beside a latent cache, a sparse
-index. The others are slow tests.
+Five families stand for all by default: plain attention, windows with sinks, states beside a latent cache, a sparse
+index, and states beside a sparse index under a bank of earlier sums. The others are slow tests.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import msgspec
 import pytest
 
 pytest.importorskip("transformers")
-from tiny_configs import FAMILIES, write_tiny
+from small_models import NAMES, write_small
 
 from dayzero.blocks.stack import Forms
 from dayzero.engine.request import NewRequest, SamplingParams
 from tests.cpu.engine_support import Answer, Engine, ask, least_slabs, prompt_ids
 
 PAGE = 16
-STANDING_FOR_ALL = ("llama", "gpt_oss", "kimi_linear", "deepseek_v32")
+STANDING_FOR_ALL = ("llama", "gpt_oss", "kimi_linear", "deepseek_v32", "kimi_k31")
 LONG = 70  # more than one page of 64; windows, top-k and chunks of the tiny models are below
 CHUNKS = (1, 7, 16, 63, 64, 65)
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=5.0, top_p=0.99, seed=11, max_tokens=8, ignore_eos=True)
-TURNED = Forms(latent="expanded", sparse="masked", recurrence="chunked")
+TURNED = Forms(latent="expanded", recurrence="chunked")
 
 
 class Model:
@@ -54,12 +54,10 @@ class Model:
 
 @pytest.fixture(
     scope="module",
-    params=[name if name in STANDING_FOR_ALL else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    params=[name if name in STANDING_FOR_ALL else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    out = tmp_path_factory.mktemp(request.param)
-    write_tiny(request.param, out)
-    return Model(out)
+    return Model(write_small(request.param, tmp_path_factory.mktemp(request.param)))
 
 
 def assert_equal(got: Answer, want: Answer, what: object = "") -> None:
@@ -97,7 +95,7 @@ def test_together_equals_alone(model: Model, run_ahead: bool) -> None:
 
 def test_a_warm_prefix_gives_the_same_at_every_place_in_a_page(model: Model) -> None:
     """Prompts that share one to two pages and part at every place of the second; in the second round all is warm."""
-    warm = model.engine(record=True, run_ahead=False)
+    warm = model.engine(record=True, run_ahead=False, pool_bytes=16 << 20)  # room for every snapshot
     base = prompt_ids(3 * PAGE, 9)
     prompts = [base[:cut] + prompt_ids(5, cut) for cut in range(PAGE, 2 * PAGE + 1)]
     states = bool(warm.runner.layout.state_groups)

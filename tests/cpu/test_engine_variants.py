@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-from tiny_configs import FAMILIES, write_tiny
+from small_models import NAMES, write_small
 
 from dayzero.engine.request import SamplingParams
 from tests.cpu.engine_support import Answer, Engine, ask, prompt_ids
 
-STANDING_FOR_ALL = ("llama", "gpt_oss", "kimi_linear", "deepseek_v32")
+STANDING_FOR_ALL = ("llama", "gpt_oss", "kimi_linear", "deepseek_v32", "kimi_k31")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LENGTHS = (5, 33, 63, 64, 65, 70)
 # Logits of the same tokens, of their standard deviation. float32: sums over other shapes, as for references. bfloat16:
@@ -26,12 +26,10 @@ MOST_PARTED = {"float32": 0.0, "bfloat16": 0.1}  # share of the tokens at which 
 
 @pytest.fixture(
     scope="module",
-    params=[name if name in STANDING_FOR_ALL else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    params=[name if name in STANDING_FOR_ALL else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp(request.param)
-    write_tiny(request.param, out)
-    return out
+    return write_small(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def parted(got: Answer, want: Answer, bound: float) -> int:

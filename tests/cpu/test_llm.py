@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from dayzero import LLM, SamplingParams
+from dayzero.chat.conversation import Tool
 from dayzero.engine.answer import Delta
 from dayzero.engine.client import AsyncEngine
 from dayzero.engine.config import EngineConfig
@@ -21,7 +23,7 @@ from dayzero.engine.request import Grammar, NewRequest
 from dayzero.errors import EngineDead, UsageError
 from dayzero.rehearse.twin import write_twin
 from tests.paper.fake_engine import DEFAULT, VOCAB, FakeExecutor, Habits, answer, fake_launch
-from tests.paper.small_tokenizer import small_tokenizer, small_tokenizer_json
+from tests.paper.small_tokenizer import THOUGHT, small_tokenizer, small_tokenizer_json
 
 CONFIGS = Path(__file__).parents[1] / "paper" / "configs"
 
@@ -116,6 +118,43 @@ def test_grammars_and_bad_ones(llm: LLM) -> None:
     assert free.token_ids == answer([7], 3)[0]
 
 
+def test_stop_texts_wait_for_min_tokens(llm: LLM) -> None:
+    """A text that the answer holds twice: the first place counts, or the second one when min_tokens lies between."""
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    tokens, _ = answer([5], 200)
+    texts = [tokenizer.text_of(token) for token in tokens]
+    stop, first = next((t, n) for n, t in enumerate(texts) if t.strip() and t in texts[n + 1 :] and t not in texts[:n])
+    later = next(n for n in range(first + 1, len(texts)) if stop in texts[n])
+    for least, at in ((0, first), (first, first), (first + 1, later)):
+        (found,) = llm.generate([5], SamplingParams(max_tokens=200, stop=(stop,), min_tokens=least))
+        assert (found.finish_reason, found.stop_reason, len(found.token_ids)) == ("stop", stop, at + 1)
+
+
+def test_a_folder_that_vanishes_takes_no_grammars_with_it(tmp_path: Path) -> None:
+    with fake_llm(tmp_path / "m") as one:
+        shutil.rmtree(tmp_path / "m")
+        (found,) = one.generate([5], SamplingParams(max_tokens=60, grammar=Grammar(kind="regex", text="[ab]{5}")))
+        assert found.finish_reason == "stop" and len(found.text) == 5
+
+
+def test_a_grammar_of_a_chat_begins_where_content_does(tmp_path: Path) -> None:
+    """Behind the reasoning that the prompt opened; beside tools it is that or a call."""
+    folder = tmp_path / "m"
+    fake_launch(folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}<tool_call><think>")
+    schema, tool = Grammar(kind="regex", text="[ab]{5}"), Tool("look")
+    with fake_llm(folder) as one:
+        asked: list[NewRequest] = []
+        submit = one._engine.submit
+        one._engine.submit = lambda requests: (asked.extend(requests), submit(requests))[1]  # type: ignore[method-assign]
+        for tools in ((), (tool,)):
+            one.chat([{"role": "user", "content": "the ab"}], SamplingParams(max_tokens=9, grammar=schema), tools=tools)
+    alone, beside = (request.params.grammar for request in asked)
+    assert alone == Grammar(kind="regex", text="[ab]{5}", after=THOUGHT)
+    assert beside is not None and beside.after == THOUGHT and "look" in beside.text and "[ab]{5}" in beside.text
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -125,7 +164,7 @@ def test_grammars_and_bad_ones(llm: LLM) -> None:
         (lambda one: one.generate([[5] * 5000]), "5000 tokens"),
         (lambda one: one.generate([[5], [6]], [SamplingParams()]), "2 prompts came with 1 params"),
         (lambda one: one.generate([5], SamplingParams(temperature=-1)), "temperature is -1"),
-        (lambda one: one.generate([5], SamplingParams(stop=("a",), min_tokens=2)), "min_tokens"),
+        (lambda one: one.generate([5], SamplingParams(max_tokens=3, min_tokens=4)), "min_tokens"),
         (lambda one: one.stream([5], SamplingParams(n=2)), "n is 2"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from ops_support import close, poisoned_memory, randomise  # noqa: F401
 from torch import Tensor
 
-from dayzero.ops import attention, latent, linear, norm, rope, sparse_index
+from dayzero.ops import attention, latent, linear, norm, rope, sparse_attention, sparse_index
 from dayzero.ops.cases_mixers import causal_lists
 from dayzero.ops.random_inputs import Inputs
+from dayzero.view import Span
 
 
 def _inputs(queries: int, start: int, shared: int = 8, kv_b: Tensor | None = None) -> dict[str, Any]:
@@ -20,6 +22,24 @@ def _inputs(queries: int, start: int, shared: int = 8, kv_b: Tensor | None = Non
         "q_THD": r.normal(queries, 3, 12 + shared), "cache_LC": r.normal(start + queries, 16 + shared),
         "kv_b": r.normal(3 * 32, 16) if kv_b is None else kv_b, "start": start, "scale": (12 + shared) ** -0.5,
     }  # fmt: skip
+
+
+def absorbed(
+    q_THD: Tensor, cache_LC: Tensor, kv_b: Tensor, *, start: int, scale: float, allowed_TA: Tensor | None = None,
+    attend: Any = sparse_attention.sparse, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``attend_absorbed``; over listed rows its two steps around the one entry to sparse attention."""
+    if allowed_TA is None:
+        return latent.attend_absorbed(q_THD, cache_LC, kv_b, start=start, scale=scale, **options)
+    rank, heads = kv_b.shape[1], q_THD.shape[1]
+    nope = q_THD.shape[2] - (cache_LC.shape[1] - rank)
+    w_uk, w_uv = latent.absorb(kv_b.double(), heads, nope, kv_b.shape[0] // heads - nope)
+    keys = sparse_attention.whole(cache_LC[:, None])
+    count = q_THD.shape[0]
+    keys = replace(keys, spans=(Span(0, 0, count, start),))
+    q_THC = latent.queries_into_latent(q_THD.double(), w_uk)
+    out, lse = attend(q_THC, keys, None, allowed_TA, scale=scale, value_dim=rank, **options)
+    return torch.einsum("thr,hvr->thv", out, w_uv).to(q_THD.dtype), lse
 
 
 def _options() -> list[dict[str, Any]]:
@@ -32,10 +52,10 @@ def _options() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("shared", [0, 8])
 def test_absorbed_equals_expanded(options: dict[str, Any], shared: int) -> None:
     inputs = _inputs(33, 31, shared)
-    for got, want in zip(latent.attend_absorbed(**inputs, **options), latent.attend_expanded(**inputs, **options)):
+    for got, want in zip(absorbed(**inputs, **options), latent.attend_expanded(**inputs, **options)):
         close(got, want, 1e-6)
     narrow = {k: v.to(torch.bfloat16) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    a, b = latent.attend_absorbed(**narrow, **options)[0], latent.attend_expanded(**narrow, **options)[0]
+    a, b = absorbed(**narrow, **options)[0], latent.attend_expanded(**narrow, **options)[0]
     assert (a == b).double().mean() > 0.999  # both keep f64 to the end; only a tie of rounding may differ
 
 
@@ -146,7 +166,7 @@ def test_a_sparse_latent_layer_equals_transformers() -> None:
     theirs = layer.indexer(x[None], qr[None], (angle.cos(), angle.sin()), mask[None], positions)[0]
     for i in range(5, tokens):
         assert set(chosen[i].tolist()) == set(theirs[i].tolist())
-    for form in (latent.attend_expanded, latent.attend_absorbed):
+    for form in (latent.attend_expanded, absorbed):
         out, _ = form(q, cache, weight["kv_b_proj.weight"], start=0, scale=layer.scaling, allowed_TA=chosen)
         close(project(out.flatten(1), "o_proj"), want, 1e-5)
     dense, _ = latent.attend_absorbed(q, cache, weight["kv_b_proj.weight"], start=0, scale=layer.scaling)

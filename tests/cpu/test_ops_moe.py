@@ -10,6 +10,7 @@ from ops_support import close, poisoned_memory, randomise  # noqa: F401
 
 from dayzero.ops import activation, linear, moe
 from dayzero.ops.cases import CASES
+from dayzero.ops.experts_mxfp4 import dense
 from dayzero.ops.random_inputs import Inputs
 
 
@@ -95,9 +96,9 @@ def test_experts_equal_a_loop_over_tokens(case: Any) -> None:
             if expert < 0:
                 continue
             b = [part[expert] for part in biases] if biases else [None, None, None]
-            gate = linear.matmul(x[t : t + 1], inputs["gate_EID"][expert], b[0])
-            up = linear.matmul(x[t : t + 1], inputs["up_EID"][expert], b[1])
-            out = linear.matmul(activation.glu(gate, up, **options), inputs["down_EDI"][expert], b[2])
+            gate = linear.matmul(x[t : t + 1], dense(inputs["gate_EID"][expert], x.dtype), b[0])
+            up = linear.matmul(x[t : t + 1], dense(inputs["up_EID"][expert], x.dtype), b[1])
+            out = linear.matmul(activation.glu(gate, up, **options), dense(inputs["down_EDI"][expert], x.dtype), b[2])
             want[t] += weight * out[0].float()
     close(got, want.to(x.dtype), 1e-6)
 

@@ -14,7 +14,7 @@ from dayzero.arch.raw import Raw
 from dayzero.arch.spec import ModelSpec
 from dayzero.checkpoint.quant_config import QuantTable, find_quant_config, resolve
 from dayzero.checkpoint.rules import Expansion, RuleLike, expand
-from dayzero.models.recipe import Recipe
+from dayzero.models.recipe import Recipe, with_extra
 from dayzero.models.registry import find
 
 FOLDER = Path(__file__).parent / "configs"
@@ -49,7 +49,7 @@ def opened(config: dict[str, Any]) -> Opened:
     raw = Raw(config)
     spec = match.recipe.make_spec(raw)
     rules = match.recipe.make_rules(spec)
-    return Opened(config, match.recipe, raw, spec, rules, expand(spec.params(), rules))
+    return Opened(config, match.recipe, raw, spec, rules, with_extra(expand(spec.params(), rules), match.recipe, spec))
 
 
 @lru_cache(maxsize=2)

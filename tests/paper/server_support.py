@@ -73,6 +73,13 @@ def full_chat() -> ChatService:
         return ChatService(open_source(folder))
 
 
+def chat_with(template: str) -> ChatService:
+    """The same tokenizer with another chat template."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder))
+        return ChatService(open_source(folder), template=template)
+
+
 @cache
 def no_chat() -> ChatService:
     """Of a folder that holds no tokenizer."""
@@ -96,8 +103,8 @@ def ids(text: str) -> list[int]:
 class ScriptedEngine:
     """Answers what ``reply`` says for a request. pieces: tokens of one output. delay: seconds before each output.
 
-    aborted: requests whose reader left. live: those being answered. state, stalled, overloaded, dies_after (outputs):
-    what a test wants to go wrong.
+    aborted: requests whose reader left. live: those being answered. state, stalled, overloaded, dies_after (outputs),
+    merged_end (the error comes with the last tokens): what a test wants to go wrong.
     """
 
     reply: Callable[[NewRequest], Sequence[int]] = lambda request: ids("Hello, wörld! 🙂")
@@ -108,6 +115,7 @@ class ScriptedEngine:
     overloaded: bool = False
     dies_after: int | None = None
     fails: tuple[str, str] | None = None
+    merged_end: bool = False
     stop_id: int | None = 258
     cached: int = 3
     seen: list[NewRequest] = field(default_factory=list)
@@ -163,7 +171,10 @@ class ScriptedEngine:
         runs = [answer[i : i + self.pieces] for i in range(0, len(answer), self.pieces)] or [[]]
         for number, run in enumerate(runs):
             if self.dies_after is not None and number >= self.dies_after:
-                yield Output(id=request.id, finish="error", error=self.fails or ("engine_died", "the process ended."))
+                last_words = run if self.merged_end else []
+                logs = [] if params.logprobs is None else [logprobs(token, params.logprobs) for token in last_words]
+                error = self.fails or ("engine_died", "the process ended.")
+                yield Output(id=request.id, tokens=last_words, logprobs=logs, finish="error", error=error)
                 return
             first, last = number == 0, number == len(runs) - 1
             prompt = None

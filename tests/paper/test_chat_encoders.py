@@ -14,15 +14,15 @@ from dayzero.chat.encoding import control_text
 from dayzero.chat.harmony import HarmonyEncoding
 from dayzero.chat.pieces import assemble
 from dayzero.chat.service import ChatService
-from dayzero.chat.tokenizer import Tokenizer
+from dayzero.chat.tokenizer import JsonTokenizer
 from dayzero.chat.typescript import declarations
 from dayzero.checkpoint.source import open_source
 from dayzero.errors import UsageError
 from tests.paper.chat_models import CHATML, DEEPSEEK, HARMONY, byte_level, folder, spelled
 
 DSML_FILE = byte_level(DEEPSEEK, ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜"))
-DSML_TOKENS = Tokenizer(DSML_FILE, {}, name="test", controls=control_text("deepseek_v32", ""))
-HARMONY_TOKENS = Tokenizer(byte_level(HARMONY), {}, name="test")
+DSML_TOKENS = JsonTokenizer(DSML_FILE, {}, name="test", controls=control_text("deepseek_v32", ""))
+HARMONY_TOKENS = JsonTokenizer(byte_level(HARMONY), {}, name="test")
 B, E, U, A = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 D = "｜DSML｜"
 USER, AGAIN = Message.of("user", "Weather?"), Message.of("user", "And now?")

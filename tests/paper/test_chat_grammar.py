@@ -27,7 +27,7 @@ from dayzero.chat.families import (
 from dayzero.chat.format_encoding import FormatEncoding
 from dayzero.chat.harmony import HarmonyEncoding
 from dayzero.chat.pieces import assemble
-from dayzero.chat.tokenizer import Tokenizer
+from dayzero.chat.tokenizer import JsonTokenizer
 from dayzero.errors import UsageError
 from tests.paper.chat_models import byte_level
 from tests.paper.test_chat_parser import NOTE, SECTIONS, WEATHER, answer, call_text
@@ -41,7 +41,7 @@ SPECIAL = tuple(m for m in MARKERS if "DSML" not in m and m.endswith(("|>", "｜
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
          "｜DSML｜")  # fmt: skip
 FILE = byte_level(SPECIAL, ADDED)
-TOKENS = Tokenizer(FILE, {}, name="test", controls=" ".join(ADDED))
+TOKENS = JsonTokenizer(FILE, {}, name="test", controls=" ".join(ADDED))
 MASKS = LLTokenizer(FILE)
 OPENED = Prompt([1], "", opens="reasoning")
 CLOSED = Prompt([1], "", closed=True)
@@ -216,7 +216,7 @@ def test_a_lark_grammar_cannot_be_put_behind_optional_reasoning() -> None:
 
 
 def test_without_tokens_of_its_own_a_format_is_spelled() -> None:
-    tokens = Tokenizer(byte_level(("<|im_end|>",)), {}, name="plain")
+    tokens = JsonTokenizer(byte_level(("<|im_end|>",)), {}, name="plain")
     made = FormatEncoding(HERMES, "test", tokens)
     grammar = made.tool_grammar(conversation(), OPENED)
     assert grammar is not None
@@ -226,3 +226,69 @@ def test_without_tokens_of_its_own_a_format_is_spelled() -> None:
     ids = tokens.encode(text)
     assert matcher.try_consume_tokens(ids) == len(ids)
     assert matcher.is_accepting()
+
+
+PRETTY = json.dumps({
+    "type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["name", "n"], "additionalProperties": False,
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("form", CALLING, ids=lambda f: f.name)
+@pytest.mark.parametrize("prompt", [OPENED, FREE, CLOSED], ids=["opened", "free", "closed"])
+def test_a_format_beside_tools_lets_the_model_choose(form: Format, prompt: Prompt) -> None:
+    """Either a call or the format, behind reasoning where there may be some; and nothing else."""
+    made = encoding(form)
+    grammar = made.either_grammar(conversation("auto"), prompt, "json_schema", PRETTY)
+    head = "" if form.think is None or prompt is not OPENED else "Hm.</think>\n\n"
+    final = ""
+    if form is HARMONY:
+        head = "Hm.<|end|><|start|>assistant" if prompt is OPENED else ""
+        final = "<|channel|>final<|message|>"
+    # The format's own key is the one by which bare calls are told, so the two begin alike.
+    for good in ('{"name": "x", "n": 2}', '{"name": "get_weather", "n": 2}'):
+        assert taken(grammar, head + final + good) == "whole"
+    call = calls(form, ("get_weather", CITY))
+    assert taken(grammar, head + call) == "whole"
+    for bad in (final + '{"name": "x", "n": "y"}', "I look." + call, calls(form, ("get_wether", CITY)), "Sure."):
+        assert taken(grammar, head + bad) != "whole"
+    if form is not HARMONY:
+        two = head + calls(form, ("get_weather", CITY), ("take_note", {}))
+        assert taken(grammar, two) == "whole"
+        single = made.either_grammar(conversation("auto", parallel_tool_calls=False), prompt, "json_schema", PRETTY)
+        assert taken(single, two) != "whole"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [("json_object", "", '{"b": [1]}', "[1]"), ("regex", "a/b+", "a/bb", "ab"), ("choice", '["yes", "no"]', "no", "n")],
+)
+@pytest.mark.parametrize("form", CALLING, ids=lambda f: f.name)
+def test_every_kind_of_format_stands_beside_tools(form: Format, kind: Any, text: str, good: str, bad: str) -> None:
+    grammar = encoding(form).either_grammar(conversation("auto"), CLOSED, kind, text)
+    final = "<|channel|>final<|message|>" if form is HARMONY else ""
+    assert taken(grammar, final + good) == "whole"
+    assert taken(grammar, final + bad) != "whole"
+    assert taken(grammar, calls(form, ("take_note", {}))) == "whole"
+
+
+def test_where_no_call_can_stand_the_format_alone_is_held() -> None:
+    one = encoding(PLAIN).either_grammar(conversation("auto"), FREE, "json_schema", SCHEMA)
+    assert one == GrammarText("json_schema", SCHEMA)
+    goes_on = Prompt([1], "", continued="{", closed=True)  # the answer's content has begun
+    assert encoding(HERMES).either_grammar(conversation("auto"), goes_on, "regex", "a+") == GrammarText("regex", "a+")
+    with pytest.raises(UsageError, match="cannot stand beside tool calls"):
+        encoding(HERMES).either_grammar(conversation("auto"), FREE, "lark", 'start: "a"')
+
+
+def test_bare_calls_keep_the_definitions_of_their_schemas() -> None:
+    parameters = {
+        "type": "object",
+        "$defs": {"unit": {"enum": ["c", "f"]}},
+        "properties": {"unit": {"$ref": "#/$defs/unit"}},
+        "required": ["unit"],
+    }
+    asked = conversation("auto", (Tool("f", parameters=parameters),))
+    grammar = encoding(LLAMA).either_grammar(asked, FREE, "json_schema", PRETTY)
+    assert taken(grammar, '{"name": "f", "parameters": {"unit": "c"}}') == "whole"
+    assert taken(grammar, '{"name": "f", "parameters": {"unit": "k"}}') != "whole"

@@ -24,6 +24,7 @@ from dayzero.chat.families import (
     PLAIN,
     THINKING,
     XML,
+    XTML,
     Format,
     without_thinking,
 )  # fmt: skip
@@ -81,6 +82,12 @@ def call_text(form: Format, name: str, args: dict[str, object], index: int = 0) 
     if form is HARMONY:
         return f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>"
     plain = {k: (v if isinstance(v, str) else json.dumps(v)) for k, v in args.items()}
+    if form is XTML:
+        kinds = {k: "string" if isinstance(v, str) else "number" for k, v in args.items()}
+        inner = "".join(
+            f'<|open|>argument key="{k}" type="{kinds[k]}"<|sep|>{v}<|close|>argument<|sep|>' for k, v in plain.items()
+        )
+        return f'<|open|>call tool="{name}" index="{index + 1}"<|sep|>{inner}<|close|>call<|sep|>'
     if form is XML:
         inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in plain.items())
         return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
@@ -109,13 +116,18 @@ SECTIONS = {
     ARG_PAIRS_COMPACT.name: ("", "", ""),
     LLAMA.name: ("", "", "; "),
     HARMONY.name: ("", "", ""),
+    XTML.name: ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", ""),
 }
+THINK_OPENS = {HARMONY.name: "<|channel|>analysis<|message|>", XTML.name: "<|open|>think<|sep|>"}
 
 
 def answer(form: Format, calls: list[tuple[str, dict[str, object]]], think: str = "Hm.", content: str = "") -> str:
     """A whole answer of a model that opens its reasoning itself."""
     begin, end, between = SECTIONS[form.name]
     made = begin + between.join(call_text(form, n, a, i) for i, (n, a) in enumerate(calls)) + end if calls else ""
+    if form is XTML:
+        text = f"<|open|>think<|sep|>{think}<|close|>think<|sep|><|open|>response<|sep|>{content}"
+        return f"{text}<|close|>response<|sep|>{made}<|close|>message<|sep|>"
     if form is HARMONY:
         text = f"<|channel|>analysis<|message|>{think}<|end|>"
         if content:
@@ -152,14 +164,16 @@ def test_calls_and_reasoning_as_the_publishers_write_them(form: Format, cut: int
 @pytest.mark.parametrize("form", [f for f in CALLING if f.think], ids=lambda f: f.name)
 def test_the_prompt_may_have_opened_the_reasoning(form: Format) -> None:
     whole = answer(form, [("get_weather", arguments())], content="So.")
-    opening = "<|channel|>analysis<|message|>" if form is HARMONY else "<think>\n"
+    opening = THINK_OPENS.get(form.name, "<think>\n")
     started = read(form, whole.removeprefix(opening), "reasoning")
     assert started == read(form, whole)
     assert read(form, whole, "reasoning") == started or form is HARMONY  # a model that repeats the marker
 
 
 @pytest.mark.parametrize(
-    "form", [f for f in CALLING if f.think and f not in (HARMONY, ARG_PAIRS, ARG_PAIRS_COMPACT)], ids=lambda f: f.name
+    "form",
+    [f for f in CALLING if f.think and f not in (HARMONY, XTML, ARG_PAIRS, ARG_PAIRS_COMPACT)],
+    ids=lambda f: f.name,
 )
 def test_a_call_ends_reasoning_that_was_not_closed(form: Format) -> None:
     text = answer(form, [("get_weather", arguments())]).replace("</think>\n\n", "")
@@ -346,7 +360,7 @@ def test_no_letter_is_lost_or_doubled(form: Format) -> None:
         shown = found.content + found.reasoning + "".join(p.text for p in found.problems)
         shown += "".join(c.arguments + c.name for c in found.tool_calls)
         for letter in "абвг🦊":
-            if form is HARMONY:  # what stands between a channel's name and its text is header
+            if form in (HARMONY, XTML):  # what stands between a channel's or a tag's name and its text is header
                 assert shown.count(letter) <= text.count(letter)
             else:
                 assert shown.count(letter) == text.count(letter), (text, found)

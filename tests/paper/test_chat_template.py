@@ -12,7 +12,7 @@ from dayzero.chat.families import recognise
 from dayzero.chat.pieces import assemble
 from dayzero.chat.template import render
 from dayzero.chat.template_encoding import TemplateEncoding
-from dayzero.chat.tokenizer import Tokenizer
+from dayzero.chat.tokenizer import JsonTokenizer, Tokenizer
 from dayzero.errors import UsageError
 from tests.paper.chat_models import CHATML, byte_level, spelled
 
@@ -35,7 +35,7 @@ THINKS = """\
 {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}
 {%- elif opened %}{{ '<think>\\n' }}{% endif %}{% endif %}"""
 
-TOKENS = Tokenizer(
+TOKENS = JsonTokenizer(
     byte_level(CHATML, ("<think>", "</think>", "<tool_call>", "</tool_call>")), {}, name="test", controls=THINKS
 )
 WEATHER = Tool("get_weather", "Look out.", {"type": "object", "properties": {"city": {"type": "string"}}})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import unicodedata
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,16 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
+from dayzero.chat.control import ControlTokens
 from dayzero.chat.detokenize import Detokenizer
-from dayzero.chat.tokenizer import Tokenizer, open_tokenizer
+from dayzero.chat.text_limit import TextTooLong, coverage
+from dayzero.chat.tokenizer import LETTER_OF, JsonTokenizer, open_tokenizer
 from dayzero.checkpoint.source import open_source
 from dayzero.errors import CheckpointError, UsageError
 from tests.paper.chat_models import CHATML, byte_level, folder, sentencepiece
 
 TEXT = byte_level(CHATML, ("<think>", "</think>", "  "))
-TOKENS = Tokenizer(TEXT, {}, name="test", controls="{{ '<|im_start|>' }}<think>")
+TOKENS = JsonTokenizer(TEXT, {}, name="test", controls="{{ '<|im_start|>' }}<think>")
 LIBRARY = Library.from_str(TEXT)
-PIECES = Tokenizer(sentencepiece(), {}, name="test")
+PIECES = JsonTokenizer(sentencepiece(), {}, name="test")
 EVERY_ID = range(TOKENS.vocab_size + 3)
 
 
@@ -68,7 +73,7 @@ def test_parts_are_encoded_each_for_itself() -> None:
 
 def test_bos_is_added_once() -> None:
     config = {"add_bos_token": True, "bos_token": {"content": "<|endoftext|>"}}
-    tokens = Tokenizer(TEXT, config, name="x")
+    tokens = JsonTokenizer(TEXT, config, name="x")
     bos = tokens.id_of("<|endoftext|>")
     assert tokens.encode("hi", begin=True) == [bos, *TOKENS.encode("hi")]
     assert tokens.encode("hi") == TOKENS.encode("hi")
@@ -191,3 +196,109 @@ def test_special_tokens_are_skipped_but_for_markers() -> None:
 def test_the_file_is_what_a_publisher_ships() -> None:
     added = json.loads(TEXT)["added_tokens"]
     assert [t["content"] for t in added if not t["special"]] == ["<think>", "</think>", "  "]
+
+
+ABC = st.text("abc", min_size=1, max_size=12)
+
+
+@given(text=ABC, stop=st.text("abc", min_size=1, max_size=3), least=st.integers(0, 13))
+def test_stops_that_early_tokens_complete_do_not_count(text: str, stop: str, least: int) -> None:
+    """By the definition: of the places where the stop is complete, the first one behind ``least`` tokens ends it."""
+    ids = [TOKENS.encode(letter)[0] for letter in text]
+    ends = [n for n in range(1, len(text) + 1) if text[:n].endswith(stop) and n > least]
+    one = Detokenizer(TOKENS, stop=[stop], min_tokens=least)
+    got = [one.push([token]) for token in ids]
+    shown = "".join(part.text for part in got) + one.flush().text
+    assert one.stopped == (stop if ends else None)
+    assert shown == (text[: ends[0] - len(stop)] if ends else text)
+    assert sum(part.tokens_used for part in got) == (ends[0] if ends else len(text))
+
+
+# --- texts that are too long in any case ------------------------------------------------------------------------------
+
+
+def with_parts(**more: object) -> str:
+    return json.dumps(json.loads(TEXT) | more)
+
+
+LIMITED = [TEXT, sentencepiece(), with_parts(normalizer={"type": "NFC"}), with_parts(normalizer={"type": "NFKC"})]
+
+
+@pytest.mark.parametrize("file", LIMITED, ids=["bytes", "pieces", "nfc", "nfkc"])
+@given(
+    text=st.one_of(
+        st.text(max_size=60), st.sampled_from(["ᾂ", "각", "<think>", "  ", "hello", "①"]).map(lambda t: t * 30)
+    )
+)
+def test_no_text_has_fewer_tokens_than_its_characters_ask_for(file: str, text: str) -> None:
+    """The lower bound is one, whatever the normalizer joins."""
+    text = unicodedata.normalize("NFD", text.encode("utf-8", "ignore").decode())
+    tokens = tokenizer_of(file)
+    assert tokens.coverage is not None
+    length = len(text) - sum(map(text.count, tokens.coverage.lost))
+    assert len(tokens.encode(text, special=True)) * tokens.coverage.chars >= length
+
+
+@cache
+def tokenizer_of(file: str) -> JsonTokenizer:
+    return JsonTokenizer(file, {}, name="test")
+
+
+def test_a_text_beyond_the_limit_is_refused_before_it_is_encoded() -> None:
+    tokens = JsonTokenizer(TEXT, {}, name="test")
+    assert tokens.coverage is not None
+    most = 7 * tokens.coverage.chars
+    tokens.check_length("x" * 10**6)  # nobody has said how long a prompt may be
+    tokens.limit(7)
+    tokens.check_length("x" * most)
+    with pytest.raises(TextTooLong, match="at most 7 tokens"):
+        tokens.check_length("x" * (most + 1))
+    with pytest.raises(TextTooLong):
+        ControlTokens(tokens).encode("x" * (most + 1), "\ue000")
+
+
+def test_characters_that_a_vocabulary_drops_do_not_count() -> None:
+    parsed = json.loads(TEXT)
+    number = parsed["model"]["vocab"].pop(LETTER_OF[4])
+    parsed["model"]["vocab"]["unused"] = number
+    tokens = JsonTokenizer(json.dumps(parsed), {}, name="test")
+    assert tokens.encode("\x04" * 50) == []
+    tokens.limit(1)
+    tokens.check_length("\x04" * 10**6)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "a"}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "ab"}, "content": "a"}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}},
+        {"added_tokens": [{"id": 5, "content": "<m>", "special": True, "lstrip": True, "rstrip": False,
+                           "normalized": False, "single_word": False}]},
+    ],
+)  # fmt: skip
+def test_where_characters_may_be_lost_nothing_is_refused_early(more: dict[str, object]) -> None:
+    assert coverage(with_parts(**more), LETTER_OF) is None
+
+
+def test_a_file_that_cuts_texts_short_does_not_cut_prompts() -> None:
+    """As training runs leave it in the file."""
+    cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+           "pad_token": "a"}  # fmt: skip
+    tokens = JsonTokenizer(with_parts(truncation=cut, padding=pad), {}, name="test")
+    for text in ("a", "hello to the whole world"):
+        assert tokens.encode(text) == TOKENS.encode(text)
+
+
+def test_a_long_text_does_not_hold_up_the_others() -> None:
+    """Texts with and without control tokens are encoded side by side, each as it is alone."""
+    text = "<|im_start|> a"
+    alone = [TOKENS.encode(text, special) for special in (True, False)]
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(TOKENS.encode, "wörd " * 400_000, True)
+        meanwhile = [TOKENS.encode(text, special) for special in (True, False)]
+        waited = long.done()
+    assert meanwhile == alone and not waited

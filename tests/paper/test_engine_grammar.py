@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+import time
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
+from dayzero.engine import grammar as grammar_module
 from dayzero.engine.grammar import GrammarError, Grammars, Guard, check_grammar, read_tokenizer, start_matcher
 from dayzero.engine.request import Grammar, GrammarKind, NewRequest, SamplingParams
 from tests.paper.small_tokenizer import END, PAD, THINK, THOUGHT, small_tokenizer, small_tokenizer_json
@@ -140,22 +145,23 @@ def test_white_space_has_an_end() -> None:
         ("json_schema", "false", "no text fits"),
         ("regex", "a(", "unclosed group"),
         ("regex", "(?=a)b", "look-around"),
-        ("regex", "a^b", ""),
-        ("regex", "[a&&b]", ""),
+        ("regex", "a^b", "an anchor or a look-around inside of it"),
+        ("regex", "[a&&b]", "no text fits it"),
         ("regex", r"(a)\1", "backreferences"),
         ("lark", "start: foo", 'unknown name: "foo"'),
         ("lark", "start: <nope>", "unknown special token"),
-        ("lark", "", ""),
+        ("lark", "", "it is empty"),
         ("choice", "[]", "one or more texts"),
         ("choice", '["a", 1]', "one or more texts"),
-        ("choice", '["\\ud800"]', ""),
-        ("regex", "\ud800", ""),
+        ("choice", '["\\ud800"]', "surrogate pair"),
+        ("regex", "\ud800", "surrogate pair"),
     ],
 )
 def test_what_is_no_grammar_is_refused_in_one_sentence(kind: GrammarKind, text: str, said: str) -> None:
     sentence = check_grammar(Grammar(kind=kind, text=text), small_tokenizer_json())
     assert sentence is not None and said in sentence
     assert "\n" not in sentence and len(sentence) < 400 and "cannot be used: " in sentence
+    assert not re.search(r"NoExtension|Bias|TooComplex|codec|consume_token|at \d+\(", sentence)
 
 
 def test_check_passes_what_works_and_says_what_tokenizers_do_not() -> None:
@@ -172,7 +178,7 @@ def requested(name: str, grammar: Grammar) -> NewRequest:
 
 
 def grammars(text: str | None = small_tokenizer_json()) -> Grammars:
-    return Grammars(lambda: text, VOCAB, ENDS, lambda: None)
+    return Grammars(text, VOCAB, ENDS, lambda: None)
 
 
 def test_grammars_come_back_compiled_or_with_a_reason() -> None:
@@ -220,6 +226,32 @@ def test_one_schema_asked_for_by_many_is_kept_apart() -> None:
     book.advance("x", ids("a"))
     assert book.mask("y") == first != book.mask("x")
     assert book.mask("z") is None
+    book.close()
+
+
+def test_a_slow_grammar_holds_up_nobody_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compiler is stuck: the others' grammars come at once, and its own request is refused in time."""
+    stuck, woken = threading.Event(), threading.Event()
+    start = grammar_module.start_matcher
+
+    def sometimes_stuck(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+        if grammar.text == "slow":
+            stuck.wait(30)
+        return start(grammar, tokenizer)
+
+    monkeypatch.setattr(grammar_module, "start_matcher", sometimes_stuck)
+    book = Grammars(small_tokenizer_json(), VOCAB, ENDS, woken.set, seconds=1.0)
+    begun = time.monotonic()
+    book.begin(requested("slow", Grammar(kind="regex", text="slow")))
+    book.begin(requested("quick", Grammar(kind="regex", text="ab")))
+    assert [(request.id, why) for request, why in book.ready(wait=True)] == [("quick", None)]
+    assert time.monotonic() - begun < 0.9
+    woken.clear()
+    assert woken.wait(5)  # whoever sleeps is told that time is over
+    ((request, why),) = book.ready()
+    assert request.id == "slow" and why is not None and "not compiled within 1 seconds" in why
+    assert time.monotonic() - begun > 0.9 and book.coming == 0 and book.mask("quick") is not None
+    stuck.set()
     book.close()
 
 

@@ -52,6 +52,12 @@ def keys_of(report: InspectReport, word: str) -> list[tuple[str | None, list[str
     return [(entry["contract"], entry["keys"]) for entry in report.operators[word] if "keys" in entry]
 
 
+def stated_kinds(report: InspectReport) -> list[tuple[str, str, str, int]]:
+    """(key, kind, layers, count) of the kinds that the config names and the nearest family does not."""
+    rows = [row for row in near(report)["layer_kinds"] if row["kind"] is not None]
+    return [(row["key"], row["kind"], row["layers"], row["count"]) for row in rows]
+
+
 def mixers(report: InspectReport) -> list[str]:
     return [layer["mixer"] for layer in report.layers]
 
@@ -73,10 +79,14 @@ def test_windows_do_not_make_another_family(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"] * 15
     report = run(tmp_path, nova("smollm2_135m", sliding_window=4096, layer_types=kinds))
     assert differences(report) == ("llama", ["sliding_window", "layer_types"], [])
-    assert report.parameters == {"total": 134_515_008, "active": 134_515_008}
+    assert report.parameters == {"total": 134_515_008, "active": 134_515_008, "extra": 0}
     assert report.cache["per_token_bytes"] == {"bf16": 30 * 2 * 3 * 64 * 2, "fp8": 30 * 2 * 3 * 64}
-    assert keys_of(report, "build") == [(None, ["layer_types"])]
-    assert [keys for _, keys in keys_of(report, "reuse")] == [["sliding_window"]]
+    # The list is no operator: it stands with the layer kinds, and its words say which operators they need.
+    assert keys_of(report, "build") == []
+    assert [keys for _, keys in keys_of(report, "reuse")] == [["sliding_window", "layer_types"], ["layer_types"]]
+    assert stated_kinds(report) == [
+        ("layer_types", "sliding_attention", "0, 2, … 28", 15), ("layer_types", "full_attention", "1, 3, … 29", 15)
+    ]  # fmt: skip
     assert "14 of the config's 16 keys" in report.why and "llama's reading" in report.why
 
 
@@ -86,8 +96,8 @@ def test_a_foreign_kind_of_layer(tmp_path: Path) -> None:
     report, known = run(tmp_path / "a", config), run(tmp_path / "b", config_of("qwen3_5_27b_text"))
     said = "config.json: layer_types has 'mamba'; this family knows linear_attention, full_attention."
     assert differences(report) == ("qwen3_5", ["mamba_d_state"], [said])
-    assert keys_of(report, "build") == [("recurrence.state_space", ["mamba_d_state"])]
-    assert keys_of(report, "extend") == [(None, ["layer_types"])]
+    assert keys_of(report, "build") == [("recurrence.state_space", ["mamba_d_state", "layer_types"])]
+    assert keys_of(report, "extend") == [] and stated_kinds(report) == [("layer_types", "mamba", "0, 8, … 56", 8)]
     # Every eighth layer was a delta layer before, and the most frequent kind of the list stands in.
     assert mixers(report)[:4] == [f"{mixers(known)[0]}, in place of 'mamba'", *mixers(known)[1:4]]
     assert (report.parameters, report.cache) == (known.parameters, known.cache)
@@ -108,15 +118,24 @@ def test_two_foreign_kinds_are_both_told(tmp_path: Path) -> None:
     assert [word.partition(", in place of ")[2] for word in mixers(report)[:8]] == ["'mamba'", *[""] * 6, "'moba'"]
 
 
-def test_a_list_of_foreign_kinds_only_is_no_known_model(tmp_path: Path) -> None:
-    """Whichever known kind stood in would be a guess, so nothing that hangs on it is told."""
-    report = run(tmp_path, nova("qwen3_5_27b_text", layer_types=["moba"] * 64))
-    assert differences(report)[:2] == ("qwen3_5", [])
-    assert report.parameters == {"total": None, "active": None}
-    assert report.cache["per_token_bytes"] == {"bf16": None, "fp8": None}
-    assert set(mixers(report)) == {"?"} and {layer["channel"] for layer in report.layers} == {"glu 17408"}
-    note = next(f for f in report.findings if f.kind == "config.stand_in")
-    assert note.evidence[0] == "parameters, cache, layers: not known, because they hang on layer_types"
+@pytest.mark.parametrize("name", ["qwen3_8b", "gpt_oss_20b", "qwen3_5_27b_text", "kimi_linear_48b_a3b", "glm_5_2"])
+def test_where_all_kinds_are_foreign_the_recipe_goes_on_without_the_list(name: str, tmp_path: Path) -> None:
+    """What it takes without one is less of a guess than a kind that nobody stated; each layer says what it replaces."""
+    layers = config_of(name)["num_hidden_layers"]
+    report = run(tmp_path / "a", nova(name, layer_types=["moba", "odd"] * (layers // 2) + ["odd"] * (layers % 2)))
+    known = run(tmp_path / "b", config_of(name, layer_types=None))
+    assert (report.parameters, report.cache) == (known.parameters, known.cache)
+    foreign = ["moba" if i % 2 == 0 and i < layers - layers % 2 else "odd" for i in range(layers)]
+    said = [f"{mixer}, in place of {kind!r}" for mixer, kind in zip(mixers(known), foreign, strict=True)]
+    assert mixers(report) == said and [x["channel"] for x in report.layers] == [x["channel"] for x in known.layers]
+    assert report.config["effective"]["attention"] == known.config["effective"]["attention"]
+    family, only_here, absent = differences(report)
+    assert (family, only_here) == (known.family, []) and all("layer_types has" in text for text in absent)
+    assert report.config["stand_ins"]["layer_types"].startswith("left out, for 'moba' (entries 0, 2")
+    assert keys_of(report, "build") == keys_of(report, "extend") == []
+    assert {kind for _, kind, _, _ in stated_kinds(report)} == {"moba", "odd"}
+    told = next(f for f in report.findings if f.kind == "family.unknown").evidence
+    assert len([line for line in told if line.startswith("kind of layer that no operator is known for")]) == 2
 
 
 def test_another_activation_and_a_missing_key(tmp_path: Path) -> None:
@@ -130,7 +149,7 @@ def test_another_activation_and_a_missing_key(tmp_path: Path) -> None:
     assert keys_of(report, "build") == []
     assert keys_of(report, "extend") == [("activation.glu", ["hidden_act"])]
     assert report.layers == known.layers and report.context_tokens == known.context_tokens
-    assert report.parameters == {"total": None, "active": None} and report.cache["by_record"] == []
+    assert report.parameters == {"total": None, "active": None, "extra": 0} and report.cache["by_record"] == []
     attention = report.config["effective"]["attention"][0]
     assert (attention["heads"], attention["head_dim"]) == (32, 128) and "kv_heads" not in attention
     assert report.config["effective"]["rope"] == known.config["effective"]["rope"]
@@ -216,7 +235,7 @@ def test_another_vision_tower_does_not_hide_the_text_model(tmp_path: Path) -> No
     assert all("vision_config." in said for said in absent)
     assert keys_of(report, "build") == [("vision.tower", only_here)]
     assert (report.layers, report.cache) == (known.layers, known.cache)
-    assert report.parameters == {"total": None, "active": known.parameters["active"]}
+    assert report.parameters == {"total": None, "active": known.parameters["active"], "extra": 0}
 
 
 def test_a_text_model_in_an_unknown_wrapper(tmp_path: Path) -> None:
@@ -309,11 +328,11 @@ def test_names_that_begin_otherwise_are_no_difference(tmp_path: Path) -> None:
     assert [kind["unknown_tensors"] for kind in near(report)["layer_kinds"]] == [[]]
 
 
-def test_draft_layers_that_the_family_ignores_are_no_difference(tmp_path: Path) -> None:
+def test_draft_layers_that_the_family_has_are_no_difference(tmp_path: Path) -> None:
     drafts = {f"model.layers.4.{n}.weight": ("BF16", (256,), None) for n in ("enorm", "hnorm")}
     report = checked(tmp_path, small_moe(), table_of(small_moe()) | drafts)
     assert near(report)["tensors"] == {"only_here": [], "only_there": []}
-    assert report.tensors["unknown"] == [] and report.tensors["ignored"][0]["count"] == 2
+    assert report.tensors["unknown"] == [] and report.tensors["extra"] == 2
 
 
 def test_tensors_of_a_stopped_reading_are_compared(tmp_path: Path) -> None:

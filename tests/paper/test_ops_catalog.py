@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dayzero.arch.channels import GLU, MoE, Router
-from dayzero.arch.mixers import MLA, Attention, Delta, Index
+from dayzero.arch.index import Index
+from dayzero.arch.mixers import MLA, Attention, Delta
 from dayzero.arch.norms import Activation, Norm
 from dayzero.arch.rope import Rope
 from dayzero.errors import UsageError

@@ -15,6 +15,7 @@ from dayzero.planner.detect import processor_features
 
 CPU = replace(HARDWARE["cpu"], features=frozenset({"cxx", "onednn", "avx2"}))
 BF16_CPU = replace(CPU, features=CPU.features | {"avx512", "avx512_bf16"})
+AMX_CPU = replace(CPU, features=BF16_CPU.features | {"amx_bf16"})
 BARE_CPU = replace(CPU, features=frozenset())
 
 
@@ -28,7 +29,8 @@ def _one(contract: str, hardware: object, dtype: str, **traits: object) -> str |
     "hardware, dtype, product, product_f32",
     [
         (CPU, "bf16", "native_cpu", "native_cpu"),
-        (BF16_CPU, "bf16", "onednn", "native_cpu"),
+        (BF16_CPU, "bf16", "native_cpu", "native_cpu"),
+        (AMX_CPU, "bf16", "onednn_amx", "native_cpu"),
         (CPU, "f32", "onednn_f32", "onednn_f32"),
         (BF16_CPU, "f32", "onednn_f32", "onednn_f32"),
         (CPU, "f16", "torch_cpu", "torch_cpu"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dayzero.errors import UsageError
-from dayzero.planner.budget import stage_bounds
+from dayzero.planner.budget import CHUNK_TOKENS, stage_bounds
 from dayzero.planner.plan_report import PlanOptions, PlanReport
 from dayzero.planner.planner import plan_source
 
@@ -32,6 +32,16 @@ def test_a_trillion_parameters_need_sixteen_devices(tmp_path: Path) -> None:
     rank = enough.chosen.ranks[0]
     assert rank.token_bytes == 27_648  # the latent is the same for all heads, so tp does not shrink it
     assert rank.sequence_bytes == 449_372_160 // 16
+
+
+def test_the_bank_of_block_sums_is_counted_for_each_token_of_a_chunk(tmp_path: Path) -> None:
+    """Eight rows of 7,168 in bf16 beside the running sum: activation, not cache, and more than all else of a layer."""
+    report = plan(tmp_path, "kimi_k3", PlanOptions("h200x16", tp=16, ep=16))
+    assert report.to_json()["carry_bytes_per_token"] == {"partial": 14_336, "bank": 114_688}
+    assert report.chosen is not None
+    assert report.chosen.ranks[0].carry == CHUNK_TOKENS * (14_336 + 114_688 + 6 * 14_336)
+    plain = plan(tmp_path, "qwen3_8b", PlanOptions("h100x1"))
+    assert plain.to_json()["carry_bytes_per_token"] == {"h": 2 * 4096}
 
 
 def test_heads_and_scale_blocks_are_named_in_refusals(tmp_path: Path) -> None:

@@ -277,15 +277,14 @@ def test_grammars_reach_the_engine() -> None:
         ({"response_format": SCHEMA_OF | {"json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
-        ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "response_format"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"guided_regex": ""}, "guided_regex"),
         ({"guided_choice": ["a", ""]}, "guided_choice"),
         ({"guided_json": "{"}, "guided_json"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
-        ({"tool_choice": "required"}, None),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, None),
-        ({"tools": [TOOL, TOOL]}, None),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "web"}]}, "tools[0].type"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -307,7 +306,6 @@ def test_grammars_reach_the_engine() -> None:
         ({"seed": 2**63}, "seed"),
         ({"stop": [""]}, "stop[0]"),
         ({"stop": ["a"] * 33}, "stop"),
-        ({"stop": "x", "min_tokens": 3}, "min_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
@@ -315,7 +313,8 @@ def test_grammars_reach_the_engine() -> None:
         ({"stop_token_ids": [99999]}, "stop_token_ids"),
         ({"stream": "yes"}, "stream"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"messages": [{"role": "user", "content": "x"}], "continue_final_message": True}, None),
+        ({"messages": [{"role": "user", "content": "x"}], "continue_final_message": True}, "continue_final_message"),
+        ({"tools": [TOOL], "guided_grammar": 'start: "a"'}, "guided_grammar"),
     ],
 )  # fmt: skip
 def test_bad_input_is_400_and_names_its_field(more: dict[str, Any], param: str | None) -> None:
@@ -410,3 +409,49 @@ def test_any_text_streams_to_the_same_answer(text: str, pieces: int, cut: int, s
     )
     assert gathered(streamed.text) == whole(plain)
     assert events(streamed.text)[-2]["usage"] == plain["usage"]
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [TOOL], "tool_choice": "none"}], ids=["no tools", "none"])
+def test_a_call_nobody_offered_is_kept_out_of_the_answer(more: dict[str, Any]) -> None:
+    """The model wrote a call all the same: no call, no marker in the content, an ordinary end; but it is flagged."""
+    text = f"Well.{CALL}Done."
+    world = make(reply(text))
+    (choice,) = client(world).post(URL, json=ask(**more)).json()["choices"]
+    message = choice["message"]
+    assert (message["content"], choice["finish_reason"]) == ("Well.Done.", "stop")
+    assert "tool_calls" not in message
+    (problem,) = message["tool_problems"]
+    assert "offers no tools" in problem["message"] and problem["index"] is None and "sea" in problem["text"]
+    assert world.log[-1]["tool_problems"] == 1
+    assert 'dayzero:tool_problems_total{engine="0",model_name="tiny"} 1.0' in client(world).get("/metrics").text
+    streamed = client(make(reply(text))).post(URL, json=ask(**more, stream=True)).text
+    assert gathered(streamed) == whole({"choices": [choice]})
+    for raw in ("<tool_call>", "<function=look>", CALL[:20]):  # cut off, or of another format
+        (choice,) = client(make(reply(f"Well.{raw}"))).post(URL, json=ask(**more)).json()["choices"]
+        assert choice["finish_reason"] == "stop" and "<tool_call>" not in choice["message"]["content"]
+
+
+def test_a_format_beside_tools_allows_either() -> None:
+    world = make(reply(CALL))
+    body = ask(tools=[TOOL], response_format={"type": "json_object"})
+    (choice,) = client(world).post(URL, json=body).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    grammar = world.engine.seen[0].params.grammar
+    assert grammar is not None and grammar.kind == "lark" and "look" in grammar.text
+    client(world).post(URL, json=body | {"tool_choice": "required"})
+    forced = world.engine.seen[1].params.grammar
+    client(world).post(URL, json=ask(tools=[TOOL], tool_choice="required"))
+    assert forced == world.engine.seen[2].params.grammar  # an answer that must be a call has no format
+    client(world).post(URL, json=body | {"tool_choice": "none"})
+    alone = world.engine.seen[3].params.grammar
+    client(world).post(URL, json=ask(response_format={"type": "json_object"}))
+    assert alone == world.engine.seen[4].params.grammar
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    """One token a byte: the fourth completes the first "ab", which is one of the four that min_tokens asks for."""
+    for stream in (False, True):
+        got: Any = client(make(reply("xxabyyabz"))).post(URL, json=ask(stop=["ab"], min_tokens=4, stream=stream))
+        ((found, *_),) = [gathered(got.text).values() if stream else whole(got.json()).values()]
+        assert found["content"] == "xxabyy"
+        assert found["finish"] == [("stop", "ab")]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
+import httpx
 import pytest
 
 from dayzero.errors import UsageError
 from dayzero.server.config import ServerConfig
-from tests.paper.server_support import ScriptedEngine, ask, client, events, ids, make
+from tests.paper.server_support import ScriptedEngine, ask, byte_tokenizer, client, events, ids, make
 
 CHAT = "/v1/chat/completions"
 GENERATING = [
@@ -74,6 +76,20 @@ def test_an_answer_that_fails_later(path: str, body: dict[str, Any]) -> None:
     assert client(make(ScriptedEngine(dies_after=3, fails=taken))).post(path, json=body).status_code == 500
 
 
+def test_tokens_that_come_together_with_an_error_are_told_first() -> None:
+    """As when nobody reads while an engine dies: its last output holds tokens and the error."""
+    hello = {"reply": lambda request: ids("Hello, world"), "pieces": 3, "dies_after": 2, "merged_end": True}
+    got = events(client(make(ScriptedEngine(**hello))).post(CHAT, json=ask(stream=True)).text)
+    assert "".join(e["choices"][0]["delta"].get("content") or "" for e in got[:-2]) == "Hello, wo"
+    assert (got[-2]["error"]["code"], got[-1]) == ("engine_died", "[DONE]")
+    world = make(ScriptedEngine(**hello | {"dies_after": 0}))
+    answer = client(world).post(CHAT, json=ask(stream=True))
+    assert answer.status_code == 200 and "Hel" in answer.text and "engine_died" in answer.text
+    assert world.log[0]["finish"] == ["error"] and world.log[0]["completion_tokens"] == 3
+    plain = client(make(ScriptedEngine(**hello))).post(CHAT, json=ask())
+    assert plain.status_code == 503
+
+
 def test_a_bug_is_a_500_that_gives_nothing_away(caplog: pytest.LogCaptureFixture) -> None:
     def broken(request: Any) -> list[int]:
         raise KeyError("a secret")
@@ -101,6 +117,7 @@ def test_keys() -> None:
         for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "one"}, {"x-api-key": "öne"}):
             answer = web.post(path, json=body, headers={k: v.encode() for k, v in headers.items()})
             assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
             assert "authentication_error" in answer.text
         for headers in ({"authorization": "Bearer two"}, {"x-api-key": "one"}, {"authorization": "bearer one"}):
             assert web.post(path, json=body, headers=headers).status_code == 200
@@ -175,6 +192,38 @@ def test_a_body_of_unknown_length_is_cut_off_too() -> None:
     assert client(make(max_body_bytes=100_000)).post(CHAT, content=parts()).status_code == 413
 
 
+def test_a_body_that_does_not_come_is_408() -> None:
+    """A client that stalls, and one that sends a byte now and then; one that is only slow is served."""
+
+    async def ask_with(parts: Any, **config: Any) -> int:
+        world = make(body_seconds=0.2, **config)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(world.app), base_url="http://test") as web:
+            answer = await web.post(CHAT, content=parts)
+        if answer.status_code == 408:
+            assert answer.headers["connection"] == "close" and "did not come" in answer.json()["error"]["message"]
+            assert world.log[-1]["status"] == 408
+        return answer.status_code
+
+    async def stalls() -> Any:
+        yield b"{"
+        await asyncio.sleep(9)
+
+    async def trickles() -> Any:
+        for letter in json.dumps(ask()).encode():
+            yield bytes([letter])
+            await asyncio.sleep(0.02)
+
+    async def slow() -> Any:
+        body = json.dumps(ask(metadata={"x": "y" * 200_000})).encode()
+        for at in range(0, len(body), 20_000):
+            yield body[at : at + 20_000]
+            await asyncio.sleep(0.03)
+
+    assert asyncio.run(ask_with(stalls())) == 408
+    assert asyncio.run(ask_with(trickles())) == 408
+    assert asyncio.run(ask_with(slow())) == 200
+
+
 def test_probes() -> None:
     def statuses(engine: ScriptedEngine) -> list[int]:
         web = client(make(engine))
@@ -241,10 +290,27 @@ def test_the_log_has_one_line_a_request_and_no_prompt() -> None:
         good
     )
     assert (world.log[1]["status"], world.log[1]["error"], world.log[1]["param"]) == (
-        400, "context_length_exceeded", "prompt",
+        400, "context_length_exceeded", "messages",
     )  # fmt: skip
     web.get("/health")
     assert len(world.log) == 12
+
+
+@pytest.mark.parametrize("path, body", GENERATING)
+def test_a_text_that_is_too_long_in_any_case_is_not_tokenised(path: str, body: dict[str, Any]) -> None:
+    """A token of this vocabulary holds 12 characters at most, so 2,000 of them are no 6 million."""
+    world = make()
+    tokenizer = byte_tokenizer()
+    assert tokenizer.coverage is not None and tokenizer.coverage.chars == len("</tool_call>")
+    text = json.dumps(body).replace('"a"', '"@"').replace('"hi"', '"@"').replace("@", "word " * 1_200_000)
+    begun = time.process_time()
+    answer = client(world).post(path, content=text)
+    assert answer.status_code == 400 and "at most 2000 tokens" in answer.text and not world.engine.seen
+    assert time.process_time() - begun < 1.0  # encoding it takes several seconds
+    assert world.log[0]["error"] == "context_length_exceeded"
+    assert world.log[0]["param"] == {CHAT: "messages", "/v1/completions": "prompt", "/v1/responses": "input"}.get(
+        path, "messages"
+    )
 
 
 def test_long_prompts_are_tokenised_off_the_loop() -> None:
@@ -272,6 +338,7 @@ def test_long_prompts_are_tokenised_off_the_loop() -> None:
 
 def test_a_config_that_cannot_hold_is_refused() -> None:
     for wrong in ({"served_names": ()}, {"served_names": ("",)}, {"served_names": ("a",), "api_keys": ("",)},
-                  {"served_names": ("a",), "max_body_bytes": 0}):  # fmt: skip
+                  {"served_names": ("a",), "max_body_bytes": 0}, {"served_names": ("a", "b\nc")},
+                  {"served_names": ("a\x1b[31m",)}, {"served_names": ("a",), "body_seconds": 0.0}):  # fmt: skip
         with pytest.raises(UsageError):
             ServerConfig(**wrong)

@@ -148,7 +148,7 @@ def test_openapi_is_complete(world: World) -> None:
     assert len(document["paths"]) == len({route.path for route in ROUTES})
     assert document["openapi"] == "3.1.0"
     answers = document["paths"]["/v1/chat/completions"]["post"]["responses"]
-    assert set(answers) == {"200", "400", "404", "413", "429", "500", "503"}
+    assert set(answers) == {"200", "400", "404", "408", "413", "429", "500", "503"}
     assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
     keyed = client(make(api_keys=("k",))).get("/openapi.json").json()
     assert "401" in keyed["paths"]["/v1/models"]["get"]["responses"]

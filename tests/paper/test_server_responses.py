@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.paper.server_support import ScriptedEngine, World, client, events, ids, make
+from tests.paper.server_support import ScriptedEngine, World, chat_with, client, events, ids, make
 
 URL = "/v1/responses"
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "sea"}}</tool_call>'
@@ -151,8 +151,10 @@ def test_tools_of_others_are_left_out_and_named() -> None:
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "input"),
     ],
 )  # fmt: skip
@@ -169,3 +171,54 @@ def test_a_stream_that_fails_says_so_within() -> None:
     assert problem["code"] == "engine_died"
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"]["code"] == "engine_died"
+
+
+TWICE = f"<think>hm</think>\nIt is 🙂{CALL}and so on"
+
+
+@pytest.mark.parametrize("pieces", [1, 4, 1000])
+def test_log_probabilities_are_of_the_text_alone(pieces: int) -> None:
+    """Neither of reasoning, nor of markers, nor of calls; each text of the answer has its own."""
+    more = {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    plain = client(reply(TWICE)).post(URL, json=body(**more)).json()
+    texts = [item["content"][0] for item in plain["output"] if item["type"] == "message"]
+    assert [text["text"] for text in texts] == ["It is 🙂", "and so on"]
+    for text in texts:
+        assert bytes(b for item in text["logprobs"] for b in item["bytes"]) == text["text"].encode()
+        assert {len(item["top_logprobs"]) for item in text["logprobs"]} == {2}
+    assert plain["top_logprobs"] == 2
+    answer = client(reply(TWICE, pieces=pieces)).post(URL, json=body(**more, stream=True))
+    assert "x-dayzero-ignored" not in answer.headers
+    got = events(answer.text)
+    assert without_ids(got[-1]["response"]) == without_ids(plain)
+    for number, text in zip((1, 3), texts, strict=True):
+        deltas = [e for e in got if e["type"] == "response.output_text.delta" and e["output_index"] == number]
+        assert [item for e in deltas for item in e["logprobs"]] == text["logprobs"]
+        (done,) = [e for e in got if e["type"] == "response.output_text.done" and e["output_index"] == number]
+        assert done["logprobs"] == text["logprobs"]
+
+
+def test_log_probabilities_are_given_only_to_those_who_ask() -> None:
+    plain = client(reply("ok")).post(URL, json=body()).json()
+    assert plain["output"][0]["content"][0]["logprobs"] == []
+    asked = client(reply("ok")).post(URL, json=body(include=["message.output_text.logprobs"])).json()
+    assert [(p["token"], p["top_logprobs"]) for p in asked["output"][0]["content"][0]["logprobs"]] == [
+        ("o", []),
+        ("k", []),
+    ]
+
+
+def test_a_format_beside_tools() -> None:
+    world = reply("{}")
+    assert client(world).post(URL, json=body(text={"format": {"type": "json_object"}})).status_code == 200
+    grammar = world.engine.seen[0].params.grammar
+    assert grammar is not None and grammar.kind == "lark" and "look" in grammar.text
+
+
+def test_what_is_wrong_with_the_turns_is_the_input() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{"}
+    answer = client(reply("x")).post(URL, json=body(input=[{"role": "user", "content": "a"}, call], tools=[TOOL, TOOL]))
+    assert answer.json()["error"]["param"] == "tools"
+    template = "{{ raise_exception('no') }}"
+    answer = client(make(chat=chat_with(template))).post(URL, json=body())
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 import uvicorn
@@ -108,19 +111,49 @@ def test_a_slash_too_many_is_a_404_with_an_error_object() -> None:
     ids=["header", "url", "headers", "garbage", "good"],
 )
 def test_heads_are_bounded_and_refused_in_json(sent: bytes, status: int) -> None:
-    server = uvicorn.Server(uvicorn.Config(make().app, port=0, http=Http, log_config=None, lifespan="off"))
+    with _listening() as address, socket.create_connection(address, timeout=10) as connection:
+        answer = _exchange(connection, sent)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert ("error" in json.loads(body)) == (status != 200)
+
+
+@contextlib.contextmanager
+def _listening(protocol: type[Http] = Http) -> Iterator[tuple[str, int]]:
+    """The app behind our own reading of HTTP; yields its address."""
+    server = uvicorn.Server(uvicorn.Config(make().app, port=0, http=protocol, log_config=None, lifespan="off"))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
         thread.start()
         try:
-            with socket.create_connection(listening.getsockname(), timeout=10) as connection:
-                answer = _exchange(connection, sent)
+            yield listening.getsockname()
         finally:
             server.should_exit = True
             thread.join(timeout=10)
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
-    assert ("error" in json.loads(body)) == (status != 200)
+
+
+class _Impatient(Http):
+    head_seconds = 0.3
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHo"], ids=["nothing", "half a head"])
+def test_a_head_that_does_not_come_is_408(sent: bytes) -> None:
+    with _listening(_Impatient) as address, socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" if sent else b"")
+        good = _exchange(connection, b"") if sent else b"HTTP/1.1 200 "
+        connection.sendall(sent)
+        head, _, body = _exchange(connection, b"").partition(b"\r\n\r\n")
+        assert connection.recv(1) == b""  # closed
+    assert good.startswith(b"HTTP/1.1 200 ")
+    assert head.startswith(b"HTTP/1.1 408 ") and "in time" in json.loads(body)["error"]["message"]
+
+
+def test_a_connection_may_rest_between_requests() -> None:
+    with _listening(_Impatient) as address, socket.create_connection(address, timeout=10) as connection:
+        for _ in range(2):
+            answer = _exchange(connection, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            time.sleep(0.5)
 
 
 def _exchange(connection: socket.socket, sent: bytes) -> bytes:

@@ -7,6 +7,7 @@ It is kept in the user's cache folder under a name made of everything it depends
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import re
@@ -21,11 +22,16 @@ import torch  # noqa: F401 - brings the OpenMP runtime
 from dayzero.errors import MachineError
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+INCLUDED = (Path(__file__).with_name("dots.h"),)
 COMPILERS = ("g++", "c++", "clang++")  # the planner's feature ``cxx`` means that one of these is there
 # No -ffast-math: masks are infinities, and a NaN must stay one.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
 TIMEOUT_S = 600  # some 11 s of processor time; a loaded machine may take minutes
 _OPENMP = re.compile(r"/lib(?:g|i)?omp[^/]*\.so[^/]*$")
+
+
+class NoRoom(MachineError):
+    """The compiler had no space to write to."""
 
 
 @lru_cache(maxsize=1)
@@ -44,15 +50,36 @@ def load(defines: tuple[str, ...], cache: Path | None = None) -> ctypes.CDLL:
     name = f"kernels-{_key(compiler, runtime, flags)}.so"
     folder = _folder(cache)
     if folder is None:  # no folder of this user's own: a shared one would let others plant a library
-        with tempfile.TemporaryDirectory(prefix="dayzero-") as private:
-            return ctypes.CDLL(str(compile_into(Path(private) / name, compiler, runtime, flags)))
+        return _load_once(name, compiler, runtime, flags)
     path = folder / name
     if path.exists():
         try:
             return ctypes.CDLL(str(path))
         except OSError:
             pass  # cut short, as when the machine went down behind the rename: made again
-    return ctypes.CDLL(str(compile_into(path, compiler, runtime, flags)))
+    try:
+        return ctypes.CDLL(str(compile_into(path, compiler, runtime, flags)))
+    except (OSError, NoRoom):  # full, or read-only after all
+        return _load_once(name, compiler, runtime, flags)
+
+
+def _load_once(name: str, compiler: str, runtime: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The kernels by way of a temporary folder, for this process alone."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="dayzero-") as private:
+            return ctypes.CDLL(str(compile_into(Path(private) / name, compiler, runtime, flags)))
+    except OSError as error:
+        raise MachineError(
+            f"the native_cpu operators cannot be compiled here: {error.strerror or error} (in {_temporary()}); free "
+            "some space there, set TMPDIR to another folder, or bind other variants."
+        ) from error
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError:
+        return "any folder for temporary files"
 
 
 def find_compiler() -> str:
@@ -96,6 +123,11 @@ def _run(command: list[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MachineError(f"the native_cpu operators cannot be compiled here: {command[0]}: {error}.") from error
+    if done.returncode and os.strerror(errno.ENOSPC) in done.stderr:
+        raise NoRoom(
+            f"the native_cpu operators cannot be compiled here: {command[0]} found no space left in {_temporary()} or "
+            "in the folder for kernels; free some, or set TMPDIR to another folder."
+        )
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[0]
         raise MachineError(f"the native_cpu operators cannot be compiled here: {command[0]} says: {said}")
@@ -105,7 +137,8 @@ def _run(command: list[str]) -> str:
 def _key(compiler: str, runtime: Path, flags: tuple[str, ...]) -> str:
     """Hash of all that the library depends on: source, compiler, flags, runtime, and what -march=native sees."""
     version = _run([compiler, "--version"])
-    parts = (SOURCE.read_text(encoding="utf-8"), compiler, version, str(runtime), *flags, cpu_flags())
+    sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *INCLUDED))
+    parts = (*sources, compiler, version, str(runtime), *flags, cpu_flags())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 

@@ -1,14 +1,15 @@
 // Operators of one serving step on a CPU. Plain C ABI, no headers of any framework; compiled where it runs (build.py).
 //
 // Vectors are compiler vectors of LANES floats: 16 where the machine has AVX-512, else 8; a compiler splits what its
-// target lacks, so both widths build and run on any machine, and the tests run both. DAYZERO_PORTABLE leaves out the
-// one use of x86 intrinsics. All sums are f32.
+// target lacks, so both widths build and run on any machine, and the tests run both. DAYZERO_PORTABLE leaves out all
+// x86 intrinsics. All sums are f32.
 // Element types: 0 = f32, 1 = bf16. Strides count elements. The caller owns all memory and checks all shapes.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#include <type_traits>
 #if defined(__AVX__) && !defined(DAYZERO_PORTABLE)
 #define DAYZERO_AVX
 #include <immintrin.h>
@@ -23,6 +24,10 @@
 #endif
 
 namespace {
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && DAYZERO_LANES == 16 && !defined(DAYZERO_PORTABLE)
+#define DAYZERO_DOTS
+#endif
 
 constexpr int LANES = DAYZERO_LANES;
 constexpr int PANEL = 2 * LANES;    // columns of a packed weight that one pass computes
@@ -143,6 +148,14 @@ inline vf exponential(vf x) {
     return x < low ? vf{} : y;
 }
 
+inline float most_of(vf x) {
+    float part[LANES];
+    memcpy(part, &x, sizeof x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] = part[i + width] > part[i] ? part[i + width] : part[i];
+    return part[0];
+}
+
 inline int64_t up_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 template <class E> void widen(float *to, const E *from, int64_t n) {
@@ -186,6 +199,14 @@ void panel_rows(const float *x, int64_t stride, const uint32_t *panel, int64_t p
 
 using PanelRows = void (*)(const float *, int64_t, const uint32_t *, int64_t, float *);
 const PanelRows PANEL_ROWS[] = {nullptr, panel_rows<1>, panel_rows<2>, panel_rows<3>, panel_rows<4>};
+
+} // namespace
+
+#if defined(DAYZERO_DOTS)
+#include "dots.h"
+#endif
+
+namespace {
 
 // ---- attention -------------------------------------------------------------------------------------------------
 
@@ -253,7 +274,9 @@ struct Item {
 };
 
 struct Scratch {
-    std::vector<float> q, keys, values, scores, out, top, total;
+    std::vector<float> q, keys, values, scores;
+    std::vector<uint32_t> q_words, key_words, value_words, p_words; // of the form that dots.h takes
+    std::vector<int64_t> own; // each query row's position
 };
 
 struct Part { // where an item's sums go before they are divided: out [R][V padded], top [R], total [R]
@@ -263,6 +286,7 @@ struct Part { // where an item's sums go before they are divided: out [R][V padd
 template <class E> struct Attention {
     const PagedArgs &a;
     int64_t group = a.heads / a.key_heads, wide = up_to(a.value_width, PANEL), depth = up_to(a.width, LANES);
+    int64_t words = up_to(a.width, 32) / 2; // of a query, where products are of bf16 pairs
 
     // The addresses of the keys at [position, position + count) of a row, or of their values.
     void locate(const void *base, int64_t block, int64_t width, const Item &it, int64_t position, int64_t count,
@@ -286,6 +310,23 @@ template <class E> struct Attention {
             int64_t at = (a.query_start[it.row] + token_of(it, r)) * a.q_token + head_of(it, r) * a.q_head;
             widen_any(q, static_cast<const char *>(a.q) + at * (a.q_type ? 2 : 4), a.q_type, a.width);
             for (int64_t d = 0; d < depth; d++) q[d] = d < a.width ? q[d] * a.scale : 0.0f;
+        }
+    }
+
+    // Whether both products are of bf16 pairs: q and keys are exact so, probabilities are rounded.
+    bool dots() const {
+#if defined(DAYZERO_DOTS)
+        return std::is_same_v<E, bf16> && a.q_type && a.width % 2 == 0;
+#else
+        return false;
+#endif
+    }
+
+    void load_query_words(const Item &it, uint32_t *q) const {
+        for (int64_t r = 0; r < it.heads * rows_of(it); r++, q += words) {
+            int64_t at = (a.query_start[it.row] + token_of(it, r)) * a.q_token + head_of(it, r) * a.q_head;
+            memcpy(q, static_cast<const bf16 *>(a.q) + at, a.width * sizeof(bf16));
+            memset(q + a.width / 2, 0, (words - a.width / 2) * sizeof(uint32_t));
         }
     }
 
@@ -390,6 +431,119 @@ template <class E> struct Attention {
         else weigh_many(rows, value, count, s, out);
     }
 
+#if defined(DAYZERO_DOTS)
+    // The addresses of a tile's keys and values, and of the tile behind it (num 0: none).
+    struct Tile {
+        const bf16 *keys[KEYS], *values[KEYS];
+        int64_t num;
+    };
+
+    void place(const Item &it, int64_t position, Tile &tile) const {
+        tile.num = std::clamp<int64_t>(it.high - position, 0, KEYS);
+        if (!tile.num) return;
+        locate(a.keys, a.key_block, a.width, it, position, tile.num, tile.keys);
+        locate(a.values, a.value_block, a.value_width, it, position, tile.num, tile.values);
+    }
+
+    template <int ROWS> void dot_few(const Item &it, const Tile &now, const Tile &next, Scratch &s) const {
+        constexpr int some = ROWS == 1 ? 8 : ROWS == 2 ? 4 : 2;
+        for (int64_t j = 0; j < now.num; j += some)
+            for (int64_t h = 0; h < it.heads; h++) {
+                vf acc[8] = {};
+                const bf16 *k[some];
+                for (int i = 0; i < some; i++) k[i] = now.keys[std::min(j + i, now.num - 1)] + h * a.width;
+                add_dots<ROWS, some>(k, a.width, &s.q_words[h * ROWS * words], words, acc);
+                ask_for(now.values + j, std::min<int64_t>(some, now.num - j), h * a.value_width, a.value_width);
+                float sums[8];
+                sum8(acc, sums);
+                for (int r = 0; r < ROWS; r++)
+                    for (int i = 0; i < some; i++) s.scores[(h * ROWS + r) * KEYS + j + i] = sums[r * some + i];
+            }
+    }
+
+    template <int ROWS>
+    void dot_weigh_few(const Item &it, const Tile &now, const Tile &next, Scratch &s, float *out) const {
+        for (int64_t j = 0; j < now.num; j += NEAR)
+            for (int64_t h = 0; h < it.heads; h++) {
+                int64_t n = 0, some = std::min<int64_t>(NEAR, now.num - j), at = h * a.value_width;
+                const uint32_t *p = &s.p_words[h * ROWS * KEYS / 2 + j / 2];
+                float *to = out + h * ROWS * wide;
+                for (; n + 64 <= wide; n += 64)
+                    add_weighed<ROWS, 2>(now.values + j, at + n, some, a.value_width - n, p, KEYS / 2, to + n, wide);
+                if (n < wide)
+                    add_weighed<ROWS, 1>(now.values + j, at + n, some, a.value_width - n, p, KEYS / 2, to + n, wide);
+                if (j < next.num) ask_for(next.keys + j, std::min<int64_t>(NEAR, next.num - j), h * a.width, a.width);
+            }
+    }
+
+    void dot_scores(const Item &it, const Tile &now, const Tile &next, Scratch &s) const {
+        int64_t rows = rows_of(it);
+        if (rows == 1) dot_few<1>(it, now, next, s);
+        else if (rows == 2) dot_few<2>(it, now, next, s);
+        else if (rows == 3) dot_few<3>(it, now, next, s);
+        else if (rows == 4) dot_few<4>(it, now, next, s);
+        else {
+            columns_of(now.keys, now.num, a.width / 2, s.key_words.data());
+            dot_product(rows, s.q_words.data(), words, s.key_words.data(), KEYS, a.width / 2, KEYS, s.scores.data(),
+                        KEYS, false);
+        }
+    }
+
+    void dot_weigh(const Item &it, const Tile &now, const Tile &next, Scratch &s, float *out) const {
+        int64_t rows = rows_of(it);
+        if (rows == 1) dot_weigh_few<1>(it, now, next, s, out);
+        else if (rows == 2) dot_weigh_few<2>(it, now, next, s, out);
+        else if (rows == 3) dot_weigh_few<3>(it, now, next, s, out);
+        else if (rows == 4) dot_weigh_few<4>(it, now, next, s, out);
+        else {
+            pairs_of(now.values, now.num, a.value_width, wide, s.value_words.data());
+            dot_product(rows, s.p_words.data(), KEYS / 2, s.value_words.data(), wide, (now.num + 1) / 2, wide, out,
+                        wide, true);
+        }
+    }
+
+    void soften_dots(const Item &it, int64_t position, int64_t count, Scratch &s, const Part &to) const {
+        for (int64_t r = 0; r < it.heads * rows_of(it); r++) {
+            float *score = &s.scores[r * KEYS], factor = a.scale;
+            if (a.softcap > 0) {
+                for (int64_t j = 0; j < count; j++) score[j] = a.softcap * std::tanh(score[j] * factor / a.softcap);
+                factor = 1.0f;
+            }
+            int64_t behind = s.own[r] + 1 - position; // the first key that the row does not see
+            int64_t begin = a.window ? behind - a.window : 0;
+            bf16 *narrow = reinterpret_cast<bf16 *>(&s.p_words[r * KEYS / 2]);
+            float shrink = soften_row(score, factor, begin, std::min(count, behind), narrow, to.top[r], to.total[r]);
+            if (shrink != 1.0f)
+                for (int64_t n = 0; n < wide; n += LANES) store(to.out + r * wide + n, load(to.out + r * wide + n) * shrink);
+        }
+    }
+
+    void run_dots(const Item &it, Scratch &s, const Part &to) const {
+        int64_t rows = it.heads * rows_of(it);
+        bool many = rows_of(it) > FEW;
+        s.q_words.resize(rows * words);
+        s.p_words.resize(rows * KEYS / 2);
+        s.own.resize(rows);
+        if (many) {
+            s.key_words.resize(words * KEYS);
+            s.value_words.resize(KEYS / 2 * wide);
+        }
+        load_query_words(it, s.q_words.data());
+        for (int64_t r = 0; r < rows; r++) s.own[r] = a.start[it.row] + token_of(it, r);
+        Tile tiles[2];
+        place(it, it.low, tiles[0]);
+        for (int64_t position = it.low, i = 0; position < it.high; position += KEYS, i ^= 1) {
+            const Tile &now = tiles[i], &next = tiles[i ^ 1];
+            place(it, position + KEYS, tiles[i ^ 1]);
+            dot_scores(it, now, next, s);
+            soften_dots(it, position, now.num, s, to);
+            dot_weigh(it, now, next, s, to.out);
+        }
+        if (!many)
+            for (int64_t r = 0; r < rows; r++) in_order(to.out + r * wide, wide);
+    }
+#endif
+
     // Scores of one row -> e^(score - top), hidden ones 0; the row's running top, total and out follow.
     void soften(const Item &it, int64_t r, int64_t position, int64_t count, Scratch &s, const Part &to) const {
         float *score = &s.scores[r * KEYS];
@@ -405,8 +559,8 @@ template <class E> struct Attention {
             vf x = load(score + j);
             most = x > most ? x : most;
         }
-        float top = to.top[r];
-        for (int i = 0; i < LANES; i++) top = std::max(top, static_cast<float>(most[i]));
+        float top = std::max(to.top[r], most_of(most));
+        if (top == -INFINITY && std::any_of(score, score + KEYS, [](float x) { return x != x; })) top = 0.0f;
         if (top == -INFINITY) {
             std::fill(score, score + KEYS, 0.0f);
             return;
@@ -428,14 +582,20 @@ template <class E> struct Attention {
 
     void run(const Item &it, Scratch &s, const Part &to) const {
         int64_t rows = it.heads * rows_of(it);
-        s.q.resize(rows * depth);
-        s.keys.resize(a.width * KEYS);
-        s.values.resize(KEYS * wide);
         s.scores.resize(rows * KEYS);
-        load_queries(it, s.q.data());
         std::fill(to.out, to.out + rows * wide, 0.0f);
         std::fill(to.top, to.top + rows, -INFINITY);
         std::fill(to.total, to.total + rows, 0.0f);
+#if defined(DAYZERO_DOTS)
+        if constexpr (std::is_same_v<E, bf16>)
+            if (dots()) return run_dots(it, s, to);
+#endif
+        s.q.resize(rows * depth);
+        if (rows_of(it) > FEW) {
+            s.keys.resize(a.width * KEYS);
+            s.values.resize(KEYS * wide);
+        }
+        load_queries(it, s.q.data());
         for (int64_t position = it.low; position < it.high; position += KEYS) {
             int64_t count = std::min<int64_t>(KEYS, it.high - position);
             const E *at[KEYS];
@@ -545,6 +705,78 @@ template <class E> struct Attention {
     }
 };
 
+// ---- linear, over tokens and panels ----------------------------------------------------------------------------
+
+struct Linear { // as dayzero_linear takes it
+    const void *x;
+    int64_t x_stride, tokens, inputs;
+    const uint32_t *packed;
+    int64_t outputs;
+    const float *bias;
+    void *y;
+    int32_t type, out_type, threads;
+
+    // One panel of one token, with the bias, as y wants it.
+    void put(int64_t token, int64_t panel, const float *out) const {
+        int64_t n = panel * PANEL, some = std::min<int64_t>(PANEL, outputs - n);
+        for (int64_t i = 0; i < some; i += LANES) {
+            vf v = load(out + i);
+            if (bias) v += load_some(bias + n + i, some - i);
+            int64_t at = token * outputs + n + i;
+            if (out_type) store_some(static_cast<bf16 *>(y) + at, v, some - i);
+            else store_some(static_cast<float *>(y) + at, v, some - i);
+        }
+    }
+};
+
+void linear_floats(const Linear &job) {
+    int64_t pairs = up_to(job.inputs, 2) / 2, panels = up_to(job.outputs, PANEL) / PANEL;
+    static thread_local std::vector<float> kept;
+    kept.resize(job.tokens * pairs * 2);
+    float *wide = kept.data();
+#pragma omp parallel num_threads(job.threads)
+    {
+#pragma omp for
+        for (int64_t t = 0; t < job.tokens; t++) {
+            const char *from = static_cast<const char *>(job.x) + t * job.x_stride * (job.type ? 2 : 4);
+            widen_any(wide + t * pairs * 2, from, job.type, job.inputs);
+            if (job.inputs % 2) wide[t * pairs * 2 + job.inputs] = 0;
+        }
+        float out[4 * PANEL];
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t p = 0; p < panels; p++)
+            for (int64_t t = 0; t < job.tokens; t += 4) {
+                int64_t rows = std::min<int64_t>(4, job.tokens - t);
+                PANEL_ROWS[rows](wide + t * pairs * 2, pairs * 2, job.packed + p * pairs * PANEL, pairs, out);
+                for (int64_t r = 0; r < rows; r++) job.put(t + r, p, out + r * PANEL);
+            }
+    }
+}
+
+#if defined(DAYZERO_DOTS)
+void linear_dots(const Linear &job) {
+    int64_t pairs = up_to(job.inputs, 2) / 2, panels = up_to(job.outputs, PANEL) / PANEL;
+    int64_t stride = job.x_stride / 2;
+    const uint32_t *x = static_cast<const uint32_t *>(job.x);
+    static thread_local std::vector<uint32_t> kept;
+    if (job.inputs % 2 || (job.tokens > 1 && job.x_stride % 2)) { // rows that are no whole words
+        stride = pairs;
+        kept.assign(job.tokens * pairs, 0);
+        for (int64_t t = 0; t < job.tokens; t++)
+            memcpy(&kept[t * pairs], static_cast<const bf16 *>(job.x) + t * job.x_stride, job.inputs * sizeof(bf16));
+        x = kept.data();
+    }
+#pragma omp parallel for num_threads(job.threads) schedule(dynamic, 8)
+    for (int64_t p = 0; p < panels; p++) {
+        float out[8 * PANEL];
+        for (int64_t t = 0, rows; t < job.tokens; t += rows) {
+            rows = dot_panel(job.tokens - t, x + t * stride, stride, job.packed + p * pairs * PANEL, pairs, out);
+            for (int64_t r = 0; r < rows; r++) job.put(t + r, p, out + r * PANEL);
+        }
+    }
+}
+#endif
+
 // ---- row by row ------------------------------------------------------------------------------------------------
 
 struct Rows { // [outer, inner, width], the last dimension packed
@@ -638,35 +870,11 @@ void dayzero_pack(const void *weight, int64_t rows, int64_t columns, int64_t str
 // x [tokens, inputs] of type, y [tokens, outputs] packed of out_type, bias f32 or null.
 void dayzero_linear(const void *x, int64_t x_stride, int64_t tokens, int64_t inputs, const uint32_t *packed,
                     int64_t outputs, const float *bias, void *y, int32_t type, int32_t out_type, int32_t threads) {
-    int64_t pairs = up_to(inputs, 2) / 2, panels = up_to(outputs, PANEL) / PANEL;
-    static thread_local std::vector<float> kept;
-    kept.resize(tokens * pairs * 2);
-    float *wide = kept.data();
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for
-        for (int64_t t = 0; t < tokens; t++) {
-            widen_any(wide + t * pairs * 2, static_cast<const char *>(x) + t * x_stride * (type ? 2 : 4), type, inputs);
-            if (inputs % 2) wide[t * pairs * 2 + inputs] = 0;
-        }
-        float out[4 * PANEL];
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t p = 0; p < panels; p++) {
-            int64_t n = p * PANEL, some = std::min<int64_t>(PANEL, outputs - n);
-            for (int64_t t = 0; t < tokens; t += 4) {
-                int64_t rows = std::min<int64_t>(4, tokens - t);
-                PANEL_ROWS[rows](wide + t * pairs * 2, pairs * 2, packed + p * pairs * PANEL, pairs, out);
-                for (int64_t r = 0; r < rows; r++)
-                    for (int64_t i = 0; i < some; i += LANES) {
-                        vf v = load(out + r * PANEL + i);
-                        if (bias) v += load_some(bias + n + i, some - i);
-                        int64_t at = (t + r) * outputs + n + i;
-                        if (out_type) store_some(static_cast<bf16 *>(y) + at, v, some - i);
-                        else store_some(static_cast<float *>(y) + at, v, some - i);
-                    }
-            }
-        }
-    }
+    Linear job{x, x_stride, tokens, inputs, packed, outputs, bias, y, type, out_type, threads};
+#if defined(DAYZERO_DOTS)
+    if (type) return linear_dots(job);
+#endif
+    linear_floats(job);
 }
 
 void dayzero_paged(const PagedArgs *args) {

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dayzero.decl import Mxfp4
 from dayzero.ops.activation import glu
 from dayzero.ops.attention import visible
+from dayzero.ops.experts_mxfp4 import tile_rows, widen
 from dayzero.ops.paged import by_row
 from dayzero.view import Paged
 
@@ -72,6 +74,18 @@ def attention_paged(q_THD: Tensor, keys: Paged, values: Paged, **options: Any) -
     return by_row(attention_causal, q_THD, keys, values, **options)
 
 
+def tiled(x_TK: Tensor, w_NK: Tensor | Mxfp4, bias_N: Tensor | None = None) -> Tensor:
+    """``matmul``; a matrix in 4 bits is widened to x's dtype a tile of rows at a time."""
+    if not isinstance(w_NK, Mxfp4):
+        return matmul(x_TK, w_NK, bias_N)
+    out_TN, step = x_TK.new_empty(len(x_TK), len(w_NK)), tile_rows(w_NK.shape[1])
+    for start in range(0, len(w_NK), step):
+        rows = slice(start, start + step)
+        some_N = None if bias_N is None else bias_N[rows]
+        out_TN[:, rows] = matmul(x_TK, widen(w_NK[rows], x_TK.dtype), some_N)
+    return out_TN
+
+
 def moe_experts(
     x_TD: Tensor,
     ids_TN: Tensor,
@@ -82,7 +96,8 @@ def moe_experts(
     activation: Mapping[str, Any],
     biases: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``moe.experts`` with the rows sorted by expert and one product for each expert that was hit."""
+    """``moe.experts`` with the rows sorted by expert and one product for each expert that was hit. Matrices in 4 bits
+    are widened tile by tile: never a whole one."""
     flat = ids_TN.reshape(-1)
     order = torch.argsort(flat, stable=True)
     rows = order // ids_TN.shape[1]
@@ -97,7 +112,7 @@ def moe_experts(
             continue
         b_gate, b_up, b_down = (b[expert] for b in biases) if biases is not None else (None, None, None)
         x_RD = x_TD[rows[some]]
-        hidden = glu.body(matmul(x_RD, gate_EID[expert], b_gate), matmul(x_RD, up_EID[expert], b_up), **activation)
-        out = matmul(hidden, down_EDI[expert], b_down).float()
+        hidden = glu.body(tiled(x_RD, gate_EID[expert], b_gate), tiled(x_RD, up_EID[expert], b_up), **activation)
+        out = tiled(hidden, down_EDI[expert], b_down).float()
         sum_TD.index_add_(0, rows[some], weight_R1[some] * out)
     return sum_TD.to(x_TD.dtype)

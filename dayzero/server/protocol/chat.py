@@ -52,11 +52,13 @@ TextContent = str | list[TextPart]
 class SystemMessage(msgspec.Struct, kw_only=True, tag="system", tag_field="role"):
     content: TextContent | None = None
     name: str | None = None
+    tools: list[FunctionTool] | None = None  # further ones, from here on
 
 
 class DeveloperMessage(msgspec.Struct, kw_only=True, tag="developer", tag_field="role"):
     content: TextContent | None = None
     name: str | None = None
+    tools: list[FunctionTool] | None = None  # further ones, from here on
 
 
 class UserMessage(msgspec.Struct, kw_only=True, tag="user", tag_field="role"):

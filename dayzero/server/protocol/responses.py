@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from dayzero.engine.check import MAX_LOGPROBS
 from dayzero.server.protocol.chat import TokenLogprob
 from dayzero.server.protocol.shared import (
     AtLeastOne,
@@ -144,7 +145,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -69,8 +69,9 @@ def first(site: str) -> str:
 
 def all_faults() -> tuple[Fault, ...]:
     """Every fault, by kind and then in the order they are written."""
-    from tests.cpu.faults import files, layers, operators, weights
+    from tests.cpu.faults import depth, depth_operators, files, layers, operators, weights
 
-    found = (*files.FAULTS, *weights.FAULTS, *layers.FAULTS, *operators.FAULTS)
+    rooms = (files, weights, layers, operators, depth, depth_operators)
+    found = tuple(fault for room in rooms for fault in room.FAULTS)
     assert len({f.name for f in found}) == len(found), "two faults have one name"
     return tuple(sorted(found, key=lambda f: f.kind))

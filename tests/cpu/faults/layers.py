@@ -226,7 +226,12 @@ def _ignored_tensor_scale(read: Any) -> Any:
 
 def _no_index(select: Any) -> Any:
     """The indexer's tensors are loaded and never enter the graph: every row is attended."""
-    return lambda block, x, query, view: None
+
+    def every_row(block: Any, x: torch.Tensor, query: torch.Tensor, view: Any) -> torch.Tensor:
+        rows = torch.arange(int(view.positions.max()) + 1)
+        return rows.expand(x.shape[0], -1).masked_fill(rows > view.positions[:, None], -1)
+
+    return every_row
 
 
 MIXER, CHANNEL = first("layers.0.mixer"), first("layers.0.channel")

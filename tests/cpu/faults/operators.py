@@ -5,7 +5,7 @@ T tokens, H heads, D head width, E experts, N chosen experts, L rows of a histor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from dayzero.ops.norm import inverse_rms, layer, rms, rms_gated
 from dayzero.ops.paged import by_row, paged
 from dayzero.ops.recurrence import _prepare, delta_recurrent, gate_softplus
 from dayzero.ops.rope import apply
-from dayzero.ops.sparse_index import score, top_k
+from dayzero.ops.sparse_index import score, tokens, top_k
 from dayzero.view import Paged
 from tests.cpu.faults.catalogue import Fault, Plant, first
 
@@ -66,24 +66,51 @@ def position_shifted(x_THD: Tensor, positions: Tensor, freq_F: Tensor, **given: 
 # --- sparse index -------------------------------------------------------------------------------------------------
 
 
-def relu_dropped(q_THD: Tensor, k_LD: Tensor, weights_TH: Tensor, *, start: int, scale: float) -> Tensor:
-    total = torch.einsum("thd,ld,th->tl", q_THD.double(), k_LD.double(), weights_TH.double()) * scale
-    seen = score.body(q_THD, k_LD, weights_TH, start=start, scale=scale) > float("-inf")
-    return total.float().masked_fill(~seen, float("-inf"))
+def _lists(keys: Paged, q_THD: Tensor, weights_TH: Tensor, k: int, scale: float, **other: Any) -> Tensor:
+    """``sparse_index.tokens`` with another ``score``, another ``best``, or k forced otherwise."""
+    judge, best = other.pop("score", score.body), other.pop("best", top_k.body)
+    out_TK = torch.full((q_THD.shape[0], k), -1)
+    for span in keys.spans:
+        k_LD, rows = keys.history(span)[0], span.rows
+        scores_TL = judge(q_THD[rows], k_LD, weights_TH[rows], start=span.start, scale=scale)
+        out_TK[rows] = best(scores_TL, k, start=span.start, **other)
+    return out_TK
 
 
-def weights_in_bf16(q_THD: Tensor, k_LD: Tensor, weights_TH: Tensor, **given: Any) -> Tensor:
-    return score.body(q_THD, k_LD, weights_TH.bfloat16().float(), **given)
+def relu_dropped(q_THD: Tensor, weights_TH: Tensor, keys: Paged, **given: Any) -> Tensor:
+    def products(q_THD: Tensor, k_LD: Tensor, weights_TH: Tensor, *, start: int, scale: float) -> Tensor:
+        total = torch.einsum("thd,ld,th->tl", q_THD.double(), k_LD.double(), weights_TH.double()) * scale
+        seen = score.body(q_THD, k_LD, weights_TH, start=start, scale=scale) > float("-inf")
+        return total.float().masked_fill(~seen, float("-inf"))
+
+    return _lists(keys, q_THD, weights_TH, **given, score=products)
 
 
-def one_fewer(scores_TL: Tensor, k: int, **given: Any) -> Tensor:
+def weights_in_bf16(q_THD: Tensor, weights_TH: Tensor, keys: Paged, **given: Any) -> Tensor:
+    return tokens.body(q_THD, weights_TH.bfloat16().float(), keys, **given)
+
+
+def one_fewer(q_THD: Tensor, weights_TH: Tensor, keys: Paged, *, k: int, **given: Any) -> Tensor:
     """One row fewer than top_k, padded so that shapes still fit."""
-    return torch.nn.functional.pad(top_k.body(scores_TL, k - 1, **given), (0, 1), value=-1)
+    return torch.nn.functional.pad(tokens.body(q_THD, weights_TH, keys, k=k - 1, **given), (0, 1), value=-1)
 
 
-def start_forgotten(scores_TL: Tensor, k: int, *, start: int, **given: Any) -> Tensor:
+def start_forgotten(q_THD: Tensor, weights_TH: Tensor, keys: Paged, **given: Any) -> Tensor:
     """Rows of a later chunk are counted from 0: the first chunk, and a run without chunks, show nothing."""
-    return top_k.body(scores_TL, k, start=0, **given)
+
+    def from_zero(scores_TL: Tensor, k: int, *, start: int, **forced: Any) -> Tensor:
+        return top_k.body(scores_TL, k, start=0, **forced)
+
+    return _lists(keys, q_THD, weights_TH, **given, best=from_zero)
+
+
+def local_window_forced(q_THD: Tensor, weights_TH: Tensor, keys: Paged, **given: Any) -> Tensor:
+    """The newest rows are taken whatever they score, though the config declares no window."""
+    return tokens.body(q_THD, weights_TH, keys, **{**given, "window": 2})
+
+
+def first_rows_forced(q_THD: Tensor, weights_TH: Tensor, keys: Paged, **given: Any) -> Tensor:
+    return tokens.body(q_THD, weights_TH, keys, **{**given, "sinks": 1})
 
 
 def key_bias_dropped(x: Tensor, weight_D: Tensor, bias_D: Tensor | None = None, *, eps: float) -> Tensor:
@@ -246,10 +273,12 @@ TABLE: tuple[tuple[Any, str, str, str, str, str], ...] = (
     (heads_tiled, "attention.paged", "E", "", "sinks", first("layers.0.mixer")),
     (values_first, "latent.attend_absorbed", "E", "sglang-jax#1036", "latent", first("layers.0.mixer")),
     (position_shifted, "rope.apply", "E", "", "sinks", first("layers.0.mixer")),
-    (relu_dropped, "sparse_index.score", "E", "", "index", first("layers.0.index")),
-    (weights_in_bf16, "sparse_index.score", "E", "", "index_long", r"^first diverging: layers\.\d\.index$"),
-    (one_fewer, "sparse_index.top_k", "E", "", "index", first("layers.0.index")),
-    (start_forgotten, "sparse_index.top_k", "E", "sglang#12583", "index", r"align\.floor.*layers\.0\.mixer"),
+    (relu_dropped, "sparse_index.tokens", "E", "", "index", first("layers.0.index")),
+    (weights_in_bf16, "sparse_index.tokens", "E", "", "index_long", r"^first diverging: layers\.\d\.index$"),
+    (one_fewer, "sparse_index.tokens", "E", "", "index", first("layers.0.index")),
+    (start_forgotten, "sparse_index.tokens", "E", "sglang#12583", "index", r"align\.floor.*layers\.0\.mixer"),
+    (local_window_forced, "sparse_index.tokens", "E", "", "index", first("layers.0.index")),
+    (first_rows_forced, "sparse_index.tokens", "E", "", "index", first("layers.0.index")),
     (key_bias_dropped, "norm.layer", "A", "", "index", first("layers.0.index")),
     (bias_in_bf16, "moe.route", "G", "sglang#37133", "latent", first("layers.3.experts")),
     (bias_also_weighs, "moe.route", "G", "TensorRT-LLM#13328", "latent", first("layers.3.channel")),
@@ -274,24 +303,35 @@ TABLE: tuple[tuple[Any, str, str, str, str, str], ...] = (
     (activation_dropped, "conv.causal", "F", "", "channel_delta", first("layers.0.mixer")),
 )  # fmt: skip
 
-VARIANTS: dict[str, list[str]] = {}
-for _function, _contract, *_ in TABLE:
-    VARIANTS.setdefault(_contract, []).append(_function.__name__)
-
 
 def _bound(contract: str, name: str) -> Plant:
     return lambda stack: {contract: name}
 
 
-FAULTS = tuple(
-    Fault(
-        function.__name__.replace("_", " "),
-        kind,
-        report,
-        twin,
-        "align",
-        names,
-        plant=_bound(contract, function.__name__),
+def variants_of(table: Iterable[tuple[Any, str, str, str, str, str]]) -> dict[str, dict[str, str]]:
+    """contract -> variant -> ``module:function``. A site behind the contract's name says where it is bound."""
+    out: dict[str, dict[str, str]] = {}
+    for function, contract, *_ in table:
+        place = f"{function.__module__}:{function.__name__}"
+        out.setdefault(contract.partition("@")[0], {})[function.__name__] = place
+    return out
+
+
+def faults_of(table: Iterable[tuple[Any, str, str, str, str, str]]) -> tuple[Fault, ...]:
+    """One fault a line, named after its function and its site or twin: a function may stand in several lines."""
+    return tuple(
+        Fault(
+            f"{function.__name__.replace('_', ' ')} in {contract.partition('@')[2] or twin}",
+            kind,
+            report,
+            twin,
+            "align",
+            names,
+            plant=_bound(contract, function.__name__),
+        )
+        for function, contract, kind, report, twin, names in table
     )
-    for function, contract, kind, report, twin, names in TABLE
-)
+
+
+VARIANTS = variants_of(TABLE)
+FAULTS = faults_of(TABLE)

@@ -35,7 +35,7 @@ CONFIGS = Path(__file__).parents[2] / "paper" / "configs"
 # one is for faults of precision in a sparse index, which show only where two of many rows score nearly alike.
 NUM_TOKENS = 32
 MORE_TOKENS = {"index_long": 96}
-FAULTY = "tests.cpu.faults.operators"
+FAULTY = ("tests.cpu.faults.operators", "tests.cpu.faults.depth_operators")
 
 NVFP4 = {
     "quantization_config": {
@@ -69,11 +69,17 @@ TWINS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "sinks": ("gpt_oss_20b", {}, FEWER["sinks"]),
     "channel_delta": ("kimi_linear_48b_a3b", {}, FEWER["channel_delta"]),
     "head_delta": ("qwen3_5_35b_a3b", {}, FEWER["head_delta"]),
-    "padded": ("kimi_k3", {}, {}),
+    "depth": ("kimi_k3", {}, {}),
+    "depth_index": ("kimi_k3_1", {}, {}),
+    # Heads' values are together as wide as the model; an eps behind which the norm of the experts' sum hides no scale.
+    "depth_square": ("kimi_k3", {}, {"text_config.v_head_dim": 40, "text_config.rms_norm_eps": 1e-3}),
 }
 # A plain forward starts in a second, the library in several; where there is none, the recipe names the library's class.
 ORACLES = {"tied": str(SCRIPTS / "plain_llama.py")}
-ALIGNED = ("tied", "nvfp4", "latent", "index", "index_long", "shared_index", "sinks", "channel_delta", "head_delta")
+ALIGNED = (
+    "tied", "nvfp4", "latent", "index", "index_long", "shared_index", "sinks", "channel_delta", "head_delta", "depth",
+    "depth_index", "depth_square",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,12 +217,15 @@ def _line(finding: Finding) -> str:
 
 @lru_cache
 def faulty() -> Catalog:
-    """The catalog with every function of ``operators.py`` as a variant of its contract, beside the reference."""
-    catalog = CATALOG.copy()
-    for contract, names in importlib.import_module(FAULTY).VARIANTS.items():
-        traits = next(line.traits for line in CATALOG.lookup(contract) if line.variant == REFERENCE)
-        for name in names:
-            catalog.add(Line(contract, name, "any", (), f"{FAULTY}:{name}", traits))
+    """The catalog with every faulty operator as a variant of its contract, beside the reference."""
+    catalog, given = CATALOG.copy(), set()
+    for module in FAULTY:
+        for contract, places in importlib.import_module(module).VARIANTS.items():
+            traits = next(line.traits for line in CATALOG.lookup(contract) if line.variant == REFERENCE)
+            for name, place in places.items():
+                if (contract, name) not in given:
+                    catalog.add(Line(contract, name, "any", (), place, traits))
+                    given.add((contract, name))
     return catalog
 
 

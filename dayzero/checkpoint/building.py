@@ -1,0 +1,81 @@
+"""A load's pieces: what it needs of the files, and the parameters that it fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import overload
+
+from torch import Tensor
+
+from dayzero.checkpoint.coverage import Source as Stored
+from dayzero.checkpoint.rules import Group, Slice, Target
+from dayzero.decl import Mxfp4, ParamDecl
+from dayzero.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One logical tensor that a load needs: where it is, its {e}, and the targets that it fills now.
+
+    part: only this slice, or these rows, along dimension 0 of each stored tensor; None for all of it.
+    """
+
+    group: Group
+    number: int | None
+    stored: Stored
+    targets: tuple[Target, ...]
+    part: int | range | None = None
+
+
+@dataclass(slots=True)
+class Building:
+    """A parameter being filled. done: slices written so far, as (expert, slice); filled: elements written so far."""
+
+    decl: ParamDecl
+    tensor: Tensor | Mxfp4
+    done: set[tuple[int | None, Slice | None]] = field(default_factory=set)
+    filled: int = 0
+
+    def write(self, target: Target, number: int | None, value: Tensor | Mxfp4) -> None:
+        place = (number if target.stacked else None, target.of_param)
+        assert place not in self.done, f"{self.decl.name}: {place} is filled twice"
+        into = self.tensor if number is None or not target.stacked else self.tensor[number]
+        into = cut(into, target.of_param)
+        assert into.shape == value.shape, f"{self.decl.name}: {tuple(value.shape)} does not fit {tuple(into.shape)}"
+        if isinstance(into, Mxfp4):
+            assert isinstance(value, Mxfp4), f"{self.decl.name}: decoded values for a parameter in 4 bits"
+            into.codes.copy_(value.codes)
+            into.scales.copy_(value.scales)
+        else:
+            assert isinstance(value, Tensor), f"{self.decl.name}: 4-bit values for a decoded parameter"
+            into.copy_(value)
+        self.done.add(place)
+        self.filled += prod(value.shape)
+
+
+@overload
+def cut(value: Tensor, piece: Slice | None) -> Tensor: ...
+@overload
+def cut(value: Mxfp4, piece: Slice | None) -> Mxfp4: ...
+def cut(value: Tensor | Mxfp4, piece: Slice | None) -> Tensor | Mxfp4:
+    """A view of ``value``. A matrix in 4 bits is cut along its rows, or the dimension before them."""
+    if piece is None:
+        return value
+    if isinstance(value, Mxfp4):
+        assert piece.dim < len(value.shape) - 1, "columns of 4 bits are not cut apart"
+        return Mxfp4(cut(value.codes, piece), cut(value.scales, piece))
+    index = [slice(None)] * value.dim()
+    index[piece.dim] = slice(piece.start, piece.stop, piece.step)
+    return value[tuple(index)]
+
+
+def check_padding(value: Tensor, target: Target, tensor: str) -> None:
+    assert target.of_tensor is not None
+    rest = value[target.of_tensor.stop :]
+    if rest.any():
+        at = target.of_tensor.stop + int(rest.reshape(rest.shape[0], -1).any(1).nonzero()[0])
+        raise CheckpointError(
+            f"{tensor} has {value.shape[0]} rows of which the model uses {target.of_tensor.stop}, but row {at} of the "
+            "padding is not zero; the size in config.json or in the recipe is wrong."
+        )

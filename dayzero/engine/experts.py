@@ -1,0 +1,194 @@
+"""How a rank keeps its experts: in 4 bits where they are stored so, all of them or what a budget holds, and the ring in
+which they are converted. Decided once, when the model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from dayzero.arch.channels import MoE
+from dayzero.blocks.moe import MATRICES, expert_sites
+from dayzero.blocks.open import LoadedModel
+from dayzero.blocks.site import Bind, binder
+from dayzero.checkpoint.stream import Loader
+from dayzero.decl import MXFP4_PACK, Mxfp4
+from dayzero.engine.residency import LEAST_EXPERTS, Expert, FetchedStack, Residency
+from dayzero.errors import UsageError
+from dayzero.ops import experts_fp8
+from dayzero.ops.bind import chosen, resolve
+from dayzero.ops.catalog import Catalog, Line
+from dayzero.ops.experts_fp8 import Ring
+from dayzero.ops.experts_mxfp4 import groups_outside
+from dayzero.ops.experts_sizes import e4m3_expert_bytes
+from dayzero.planner.experts import rank_ring_bytes
+from dayzero.units import bytes_text, counted
+
+MOST_THREADS = 8  # that read experts
+
+
+class StoredTier:
+    """A layer's experts in the checkpoint's files, from where one is read as a whole. See ``residency.Tier``.
+
+    stored_bytes: of all of them in the files.
+    """
+
+    def __init__(self, loader: Loader, site: str, num_experts: int, packed: frozenset[str]) -> None:
+        self.num_experts = num_experts
+        self.names = [f"{site}.{matrix}" for matrix in MATRICES]
+        self._loader, self._packed = loader, packed
+        self.expert_bytes = sum(loader.expert_bytes(name, name in packed) for name in self.names)
+        self.stored_bytes = loader.stored_bytes(self.names)
+
+    def fetch(self, expert: int) -> Expert:
+        values = self._loader.expert(self.names, expert, self._packed)
+        return {name.rpartition(".")[2]: value for name, value in values.items()}
+
+
+@dataclass(slots=True)
+class KeptExperts:
+    """bind: the operators, those that convert experts with the rank's ring. packed: parameters that stay in 4 bits.
+
+    residency: None where all experts are held. reach: of what was loaded so far for the ring, [groups, groups outside,
+    matrices with one].
+    """
+
+    loader: Loader
+    bind: Bind
+    sites: Mapping[str, MoE]
+    packed: frozenset[str]
+    tiers: Mapping[int, StoredTier] = field(default_factory=dict)
+    residency: Residency | None = None
+    ring: Ring | None = None
+    reach: list[int] = field(default_factory=lambda: [0, 0, 0])
+    held_bytes: int = 0
+
+    def load(self, prefix: str) -> dict[str, Tensor]:
+        """``Loader.load``, with experts as they are kept in place of tensors."""
+        left = {name: layer for layer, tier in self.tiers.items() for name in tier.names}
+        values: dict[str, Any] = dict(self.loader.load(prefix, lazy=left.keys(), packed=self.packed))
+        for name, value in values.items():
+            if name in left and self.residency is not None:
+                values[name] = FetchedStack(self.residency, left[name], name.rpartition(".")[2], value.shape)
+            elif name.rpartition(".")[0] in self.sites and name.rpartition(".")[2] in MATRICES:
+                self.held_bytes += value.nbytes
+                if self.ring is not None and isinstance(value, Mxfp4):
+                    self._count_reach(value)
+        return values
+
+    def _count_reach(self, stack: Mxfp4) -> None:
+        outside = [groups_outside(stack[expert]) for expert in range(len(stack))]
+        self.reach[0] += stack.scales.numel()
+        self.reach[1] += sum(outside)
+        self.reach[2] += sum(map(bool, outside))
+
+    def bytes_to_load(self, total: int) -> int:
+        """Of ``total`` stored bytes, those that are read before the first step."""
+        return total - sum(tier.stored_bytes for tier in self.tiers.values())
+
+    @property
+    def bytes_to_come(self) -> int:
+        """What experts may still take beside what is held now."""
+        if self.residency is None:
+            return 0
+        whole = sum(tier.expert_bytes * tier.num_experts for tier in self.tiers.values())
+        return min(self.residency.capacity_bytes, whole) - self.residency.held_bytes
+
+    def take_counts(self) -> dict[str, float]:
+        return {} if self.residency is None else self.residency.take_counts()
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Of the start table."""
+        if not self.sites:
+            return []
+        form = "in 4 bits as stored" if self.packed else "decoded"
+        inputs = next(iter(self.sites.values())).inputs
+        number = counted(sum(moe.router.experts for moe in self.sites.values()), "expert")
+        rows = [("experts", f"{number} {form}, inputs {inputs}")]
+        if self.residency is None:
+            rows[0] = ("experts", f"{rows[0][1]}, {bytes_text(self.held_bytes)}")
+        else:
+            rows.append(("expert memory", self._memory_row(self.residency)))
+        if self.ring is not None:
+            largest = max(e4m3_expert_bytes(moe.inner, moe.width) for moe in self.sites.values())
+            two = bytes_text(2 * largest)
+            rows.append(("expert ring", f"{bytes_text(self.ring.nbytes)}, two experts in e4m3 have {two}"))
+            groups, outside, matrices = self.reach
+            told = f"{outside:,} of {counted(groups, 'group')}; matrices that go to the widening form: {matrices:,}"
+            if self.residency is not None:
+                told = "not counted, as experts are read when they are chosen; such matrices go to the widening form"
+            rows.append(("beyond e4m3's reach", told))
+        return rows
+
+    def _memory_row(self, residency: Residency) -> str:
+        whole = sum(tier.expert_bytes * tier.num_experts for tier in self.tiers.values())
+        number = sum(tier.num_experts for tier in self.tiers.values())
+        largest = max(tier.expert_bytes for tier in self.tiers.values())
+        at_once = min(number, residency.capacity_bytes // largest)
+        return (
+            f"{bytes_text(residency.capacity_bytes)} of {bytes_text(whole)}: {at_once:,} of {counted(number, 'expert')} "
+            f"at once, the others are read from {self.loader.source.name} when they are chosen"
+        )
+
+
+def keep_experts(
+    model: LoadedModel, bindings: Mapping[str, str], catalog: Catalog, expert_bytes: int | None
+) -> KeptExperts:
+    """expert_bytes: memory for experts; None: all are held. UsageError when that is too little, when the model has no
+    experts or they cannot be read one by one, or when a variant that converts 4-bit experts meets others."""
+    loader, sites = model.loader, expert_sites(model.spec)
+    lines = {site: chosen(moe.contract, site, bindings, catalog) for site, moe in sites.items()}
+    single = [f"{site}.{matrix}" for site, line in lines.items() if line.packed for matrix in MATRICES]
+    packed = frozenset(name for name in single if loader.packs(name))
+    ring = _ring(model, lines, packed)
+    bind = binder(bindings, catalog)
+    kept = KeptExperts(loader, bind if ring is None else _with_ring(bind, ring), sites, packed, ring=ring)
+    if expert_bytes is not None:
+        _refuse(model, lines, single)
+        for site, moe in sites.items():
+            tier = StoredTier(loader, site, moe.router.experts, packed)
+            kept.tiers = {**kept.tiers, int(site.split(".")[1]): tier}
+        kept.residency = _residency(kept.tiers, expert_bytes, model.source.parallel_reads)
+    return kept
+
+
+def _ring(model: LoadedModel, lines: Mapping[str, Line], packed: frozenset[str]) -> Ring | None:
+    bound = [site for site, line in lines.items() if line.packed and resolve(line) is experts_fp8.ring]
+    for site in bound:
+        others = [name for name in (f"{site}.{matrix}" for matrix in MATRICES) if name not in packed]
+        if others:
+            raise UsageError(f"{site}: variant 'ring' converts experts in MXFP4, but {others[0]} is stored otherwise.")
+    if not bound:
+        return None
+    return Ring(rank_ring_bytes(model.spec, dict.fromkeys(packed, MXFP4_PACK)))
+
+
+def _with_ring(bind: Bind, ring: Ring) -> Bind:
+    """``bind`` with the rank's ring in the place of one that would be made for each call."""
+
+    def bound(contract: str, site: str) -> Any:
+        found = bind(contract, site)
+        return ring.experts if found is experts_fp8.ring else found
+
+    return bound
+
+
+def _refuse(model: LoadedModel, lines: Mapping[str, Line], single: Sequence[str]) -> None:
+    if not lines:
+        raise UsageError(f"--expert-memory: {model.spec.family} has no experts; leave the option out.")
+    for site, line in lines.items():
+        if not line.packed:
+            raise UsageError(f"--expert-memory: variant {line.variant!r} at {site} needs all experts in memory.")
+    together = next((name for name in single if not model.loader.by_expert(name)), None)
+    if together is not None:
+        raise UsageError(f"--expert-memory: the experts of {together} do not lie apart in the files.")
+
+
+def _residency(tiers: Mapping[int, StoredTier], expert_bytes: int, parallel_reads: int) -> Residency:
+    largest = max(tier.expert_bytes for tier in tiers.values())
+    if expert_bytes < LEAST_EXPERTS * largest:
+        least = f"{LEAST_EXPERTS * largest:,} B ({bytes_text(LEAST_EXPERTS * largest)})"
+        raise UsageError(f"--expert-memory {expert_bytes} is too little: two experts of this model take {least}.")
+    return Residency(tiers, expert_bytes, min(MOST_THREADS, max(2, parallel_reads)))

@@ -1,0 +1,51 @@
+"""Sizes in which sparse attention works through a long history, and the bytes that this takes. No torch.
+
+Nothing that selection or attention makes grows with queries x keys: both go through blocks of queries and tiles of
+keys. The planner counts the workspace with the same numbers that the operators use.
+"""
+
+from __future__ import annotations
+
+QUERIES = 128  # queries that are scored at once; also rows of one product, where a query has several heads
+KEYS = 1024  # keys of one product: [QUERIES, KEYS] float64 is 1 MiB, which stays in a core's cache
+MERGE_KEYS = 8 * KEYS  # keys after which candidates are cut down to the best k again
+ROWS = 512  # query heads of a block of masked-dense attention
+GATHERED = 1 << 15  # records that are gathered at once
+
+# For chunks of up to this many times top-k rows, masked-dense attention over all of them is faster than gathering the
+# chosen ones; a single query always gathers. Measured by benchmarks/sparse_attention.py, in the log under its date.
+# A device without an entry gathers.
+CROSSOVER = {"cpu": 2.0}
+
+_INT64, _F64, _F32 = 8, 8, 4
+
+
+def queries_by_heads(heads: int) -> int:
+    """Queries of one block of masked-dense attention."""
+    return max(1, ROWS // heads)
+
+
+def queries_by_list(width: int) -> int:
+    """Queries whose listed records are gathered at once."""
+    return max(1, GATHERED // max(1, width))
+
+
+def chosen_bytes(tokens: int, width: int) -> int:
+    """The lists of a step of that many tokens: what layers that share an index read."""
+    return _INT64 * tokens * width
+
+
+def select_bytes(tokens: int, heads: int, head_dim: int, width: int, context: int) -> int:
+    """Most that selecting takes beside its lists: candidates, a cut of them with its places, the queries in float64."""
+    queries = min(tokens, QUERIES)
+    held = min(context, width + MERGE_KEYS)
+    return queries * (_INT64 * (held + 2 * min(width, context)) + _F64 * heads * (head_dim + 2))
+
+
+def attend_bytes(tokens: int, heads: int, key_dim: int, value_dim: int, width: int, element: int) -> int:
+    """Most that attention over listed rows takes, its queries and results in float64 included. element: bytes of a
+    stored number, which is widened to float32."""
+    queries = min(tokens, queries_by_list(width))
+    record = key_dim * (element if element == _F32 else element + _F32)
+    gathered = queries * width * (record + _INT64 + heads * _F32)
+    return gathered + tokens * heads * (key_dim + value_dim) * _F64
