@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 class LiveTensors(TorchDispatchMode):
     """Counts storages that operators make inside the ``with``. What was alive before does not count.
 
-    peak_bytes: most bytes alive at once. largest: (bytes, shape, operator) of the largest result. peak_shapes: what was
-    alive at the peak, largest first, where ``keep_shapes``.
+    peak_bytes: most bytes alive at once. largest: (bytes, shape, operator) of the largest result. most_numbers: most
+    elements of a result. peak_shapes: what was alive at the peak, largest first, where ``keep_shapes``.
     """
 
     def __init__(self, *known: torch.Tensor, keep_shapes: bool = False) -> None:
@@ -25,7 +25,7 @@ class LiveTensors(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._alive: dict[int, tuple[int, tuple[int, ...], str]] = {}
         self._keep_shapes = keep_shapes
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.most_numbers = 0
         self.largest: tuple[int, tuple[int, ...], str] = (0, (), "")
         self.peak_shapes: list[tuple[int, tuple[int, ...], str]] = []
 
@@ -35,6 +35,7 @@ class LiveTensors(TorchDispatchMode):
         for leaf in _stored(out):
             storage = leaf.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._known:
+                self.most_numbers = max(self.most_numbers, storage.nbytes() // leaf.element_size())
                 self._made(storage, tuple(leaf.shape), str(func))
         return out
 

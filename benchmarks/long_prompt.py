@@ -25,23 +25,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.live_tensors import LiveTensors
 from benchmarks.measure import load_text
 from dayzero.blocks.sparse_index import IndexBlock
 from dayzero.engine.request import SamplingParams
 from dayzero.ops.sparse_index import score
+from dayzero.planner.step_memory import activation_bytes
 from dayzero.rehearse.twin import TwinOptions, write_twin
 from dayzero.view import StepView
 from tests.cpu.engine_support import Engine
 
+ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tests" / "paper" / "configs" / "kimi_k3_1.json"
 ORACLES = ROOT / "dayzero" / "oracles"
 CHUNK = 2048
 INDEXED = 2  # the layer with the index
-RUN = 64
+RUN = 512  # tokens of the needle and of the question
 
 
 def long_twin(out: Path, tokens: int, top_k: int) -> None:
@@ -57,11 +58,17 @@ def long_twin(out: Path, tokens: int, top_k: int) -> None:
 
 @dataclass
 class Seen:
-    """What the index was given and what it listed: inputs of the last query, and the lists of some positions."""
+    """What the index was asked and what it listed, for some positions and for the last query."""
 
     positions: tuple[int, ...] = ()
     lists: dict[int, list[int]] = field(default_factory=dict)
-    last: tuple[Tensor, Tensor, Tensor] | None = None  # q [1, H, D], weights [1, H], keys [L, D]
+    asked: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # q [1, H, D], weights [1, H]
+    keys: Tensor = field(default_factory=lambda: torch.zeros(0))  # [L, D] of the last step
+
+    def scores(self, position: int) -> Tensor:
+        """[position + 1] f32: how the query scores what it may see, by the reference."""
+        q_1HD, weights_1H = self.asked[position]
+        return score.body(q_1HD, self.keys[: position + 1], weights_1H, start=position, scale=1.0)[0]
 
 
 @contextmanager
@@ -73,21 +80,21 @@ def watched(seen: Seen) -> Iterator[None]:
         generate = block.generate
 
         def generating(q_THD: Tensor, weights_TH: Tensor, keys: Any, **given: Any) -> Tensor:
-            if not seen.positions:
-                seen.last = (q_THD[-1:], weights_TH[-1:], keys.history(view.spans[-1])[0])
-            return generate(q_THD, weights_TH, keys, **given)
+            selected_TK = generate(q_THD, weights_TH, keys, **given)
+            (span,) = view.spans
+            for position in seen.positions:
+                if span.start <= position < span.start + span.count:
+                    row = slice(position - span.start, position - span.start + 1)
+                    seen.asked[position] = q_THD[row].clone(), weights_TH[row].clone()
+                    seen.lists[position] = [at for at in selected_TK[row][0].tolist() if at >= 0]
+                    seen.keys = keys.part(span, 0, position + 1)
+            return selected_TK
 
         block.generate = generating
         try:
-            selected_TK = select(block, x_TD, query_TR, view)
+            return select(block, x_TD, query_TR, view)
         finally:
             block.generate = generate
-        for span in view.spans:
-            for position in seen.positions:
-                if span.start <= position < span.start + span.count:
-                    row = selected_TK[span.first + position - span.start]
-                    seen.lists[position] = row[row >= 0].tolist()
-        return selected_TK
 
     IndexBlock.select = watching  # type: ignore[method-assign]
     try:
@@ -102,15 +109,12 @@ ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 def needle_and_question(engine: Engine, tokens: int) -> tuple[list[int], list[int]]:
     """Two runs of RUN tokens: behind the second, the index likes the end of the first best of a random prompt.
 
-    The recurrences forget within a run, so that each ends in about the same state wherever it stands.
+    The recurrences forget most within a run, so that each ends in about the same state wherever it stands.
     """
-    trial, seen = random_ids(tokens, 11, engine.runner.info.vocab), Seen()
+    trial, seen = random_ids(tokens, 11, engine.runner.info.vocab), Seen((tokens - 1,))
     with watched(seen):
         engine.one(trial, ONE)
-    assert seen.last is not None
-    q_1HD, weights_1H, keys_LD = seen.last
-    scores_L = score.body(q_1HD, keys_LD, weights_1H, start=tokens - 1, scale=1.0)[0]
-    end = int(scores_L[RUN : tokens - 2 * RUN].argmax()) + RUN + 1
+    end = int(seen.scores(tokens - 1)[RUN : tokens - 2 * RUN].argmax()) + RUN + 1
     return trial[end - RUN : end], trial[-RUN:]
 
 
@@ -120,7 +124,7 @@ def random_ids(count: int, seed: int, vocabulary: int) -> list[int]:
 
 def long_prompt(engine: Engine, tokens: int) -> tuple[list[int], int]:
     """(a random prompt that ends in the question, with the needle a fifth of the way in; position of its end)."""
-    needle, question = needle_and_question(engine, 1024)
+    needle, question = needle_and_question(engine, 2048)
     prompt, end = random_ids(tokens, 5, engine.runner.info.vocab), tokens // 5 + 3
     prompt[end + 1 - RUN : end + 1], prompt[-RUN:] = needle, question
     return prompt, end
@@ -128,21 +132,36 @@ def long_prompt(engine: Engine, tokens: int) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class Ran:
-    """peak_bytes, largest: of tensors that the steps made, the pool and the weights aside."""
+    """A prompt and a few tokens of its answer. memory: tensors that the steps made, the pool and the weights aside."""
 
     seconds: float
     tokens: list[int]
-    lists: dict[int, list[int]]
+    seen: Seen
     memory: LiveTensors
 
 
 def run(engine: Engine, prompt: list[int], positions: tuple[int, ...], answer: int = 4) -> Ran:
-    """The prompt in chunks and a few tokens of an answer."""
     seen, memory = Seen(positions), LiveTensors(engine.runner._views.pool, keep_shapes=True)
     began = time.perf_counter()
     with watched(seen), memory:
         got = engine.one(prompt, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True))
-    return Ran(time.perf_counter() - began, got.tokens, seen.lists, memory)
+    return Ran(time.perf_counter() - began, got.tokens, seen, memory)
+
+
+def planned_bytes(engine: Engine, context: int) -> int:
+    """What the plan's arithmetic gives for a step of CHUNK tokens in float32: carry and widest activations."""
+    spec = engine.runner._ready.model.spec
+    parts = sum(math.prod(part.shape) * 4 for part in spec.layers[0].residual.carry())
+    return CHUNK * parts + activation_bytes(spec, CHUNK, context, element=4)
+
+
+def apart(want: list[int], got: list[int], scores_L: Tensor) -> tuple[int, float]:
+    """(rows that only one of two sets has, how far their scores are from the cut at most, of the scores' spread)."""
+    differ = sorted(set(want) ^ set(got))
+    if not differ:
+        return 0, 0.0
+    cut = scores_L[got].min()
+    return len(differ), float((scores_L[differ] - cut).abs().max() / scores_L.std())
 
 
 def long_engine(twin: Path, tokens: int) -> Engine:
@@ -186,21 +205,32 @@ def report(twin: Path, tokens: int, top_k: int, with_oracle: bool) -> None:
     prompt, place = long_prompt(engine, tokens)
     positions = tuple(sorted({tokens - 1, *(int(tokens * x) for x in (0.01, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95))}))
     ran = run(engine, prompt, positions)
-    layout, memory = engine.runner.layout, ran.memory
-    print(f"{tokens} tokens, top {top_k}: {ran.seconds:.1f} s, {tokens / ran.seconds:.0f} tokens/s; answer {ran.tokens}")
-    print(f"needle at {place}: {'in' if place in ran.lists[tokens - 1] else 'NOT in'} the last query's set")
-    print(f"cache {layout.token_bytes} B a token, {tokens * layout.token_bytes / 2**20:.1f} MiB")
-    print(f"peak of steps {memory.peak_bytes / 2**20:.2f} MiB; largest {memory.largest}")
+    layout, memory, last = engine.runner.layout, ran.memory, tokens - 1
+    print(
+        f"{tokens} tokens, top {top_k}: {ran.seconds:.1f} s, {tokens / ran.seconds:.0f} tokens/s; answer {ran.tokens}"
+    )
+    rank = int((ran.seen.scores(last) > ran.seen.scores(last)[place]).sum())
+    print(f"needle at {place}, rank {rank}: {_inside(place, ran.seen.lists[last])} the last query's set")
+    cache, planned = tokens * layout.token_bytes + layout.sequence_bytes, planned_bytes(engine, tokens)
+    print(f"cache {layout.token_bytes} B a token + {layout.sequence_bytes} B: {cache / 2**20:.2f} MiB")
+    print(
+        f"steps: peak {memory.peak_bytes / 2**20:.2f} MiB, planned {planned / 2**20:.2f} MiB; "
+        f"with the cache {100 * ((cache + memory.peak_bytes) / (cache + planned) - 1):+.2f} % of the plan"
+    )
+    print(f"largest tensor {memory.largest}; at the peak:")
     for size, shape, name in memory.peak_shapes[:14]:
         print(f"    {size / 2**20:8.2f} MiB {shape} {name}")
     if with_oracle:
         began = time.perf_counter()
         want = oracle_lists(twin, prompt, positions)
-        print(f"oracle: {time.perf_counter() - began:.1f} s; needle {'in' if place in want[tokens - 1] else 'NOT in'} its set")
+        print(f"oracle: {time.perf_counter() - began:.1f} s; needle {_inside(place, want[last])} its set")
         for p in positions:
-            apart = set(want[p]) ^ set(ran.lists[p])
-            print(f"    query {p}: {len(want[p])} rows, {len(apart) // 2} apart")
-        assert math.isfinite(ran.seconds)
+            count, margin = apart(want[p], ran.seen.lists[p], ran.seen.scores(p))
+            print(f"    query {p}: {len(want[p])} rows; {count} in one set only, within {margin:.1e} of the cut")
+
+
+def _inside(row: int, rows: list[int]) -> str:
+    return "in" if row in rows else "NOT in"
 
 
 if __name__ == "__main__":

@@ -14,15 +14,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measure import load_text
 from dayzero.ops.sparse_attention import sparse_gather, sparse_masked, whole
-from dayzero.view import Span
+from dayzero.view import Paged, Span
 
 RATIOS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
 
@@ -34,6 +36,10 @@ def seconds(call: Callable[[], object]) -> float:
         call()
         taken.append(time.perf_counter() - began)
     return statistics.median(taken[1:])
+
+
+def _attend(variant: Callable[..., object], q_THD: Tensor, keys: Paged, listed_TN: Tensor, value_dim: int) -> object:
+    return variant(q_THD, keys, None, listed_TN, scale=0.1, value_dim=value_dim)
 
 
 def main() -> None:
@@ -52,12 +58,12 @@ def main() -> None:
                 listed = torch.rand(queries, rows, generator=draw).topk(width, dim=1).indices.sort(-1).values
                 start = max(0, rows - queries)
                 keys = replace(whole(cache), spans=(Span(0, 0, queries, start),))
-                gather, masked = (
-                    seconds(lambda f=f: f(q, keys, None, listed, scale=0.1, value_dim=given.rank))
-                    for f in (sparse_gather, sparse_masked)
+                attend = partial(_attend, q_THD=q, keys=keys, listed_TN=listed, value_dim=given.rank)
+                gather, masked = seconds(partial(attend, sparse_gather)), seconds(partial(attend, sparse_masked))
+                print(
+                    f"top {width:5} rows {rows:6} ({ratio:4.1f}) queries {queries:4}: "
+                    f"gather {1e3 * gather:8.2f} ms  masked {1e3 * masked:8.2f} ms"
                 )
-                print(f"top {width:5} rows {rows:6} ({ratio:4.1f}) queries {queries:4}: "
-                      f"gather {1e3 * gather:8.2f} ms  masked {1e3 * masked:8.2f} ms")
 
 
 if __name__ == "__main__":

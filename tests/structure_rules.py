@@ -64,6 +64,7 @@ PAPER_FILES = {
     "ops/__init__.py",
     "ops/catalog.py",
     "ops/experts_sizes.py",
+    "ops/tiles.py",
     "parallel/__init__.py",
     "parallel/cut.py",
     "parallel/mesh.py",

@@ -10,7 +10,6 @@ from dayzero.arch.norms import Activation, Norm
 from dayzero.arch.outside import OutsideChannel
 from dayzero.decl import Cut, OpUse, ParamDecl
 
-
 ExpertInputs = Literal["bf16", "fp8_128"]
 
 

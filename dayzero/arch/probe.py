@@ -18,7 +18,7 @@ from dayzero.errors import ConfigError
 
 INVENTED: Any = object()  # value of a key that a config lacks: there, but every getter has to guess what it is
 MAX_DIGITS, MAX_LAYERS = 15, 10_000  # of a number in quotes that is taken for one
-WIDTHS = ("size", "dim", "rank", "width", "length", "positions", "window")  # words in names of large numbers
+WIDTHS = ("size", "dim", "rank", "width", "length", "position", "window")  # words in names of large numbers
 LISTS = ("list", "ints")  # getters of lists
 UNKNOWN_ENTRY = "?"  # of an invented list: no recipe knows it, so the refusal names the entries that it does know
 
@@ -83,11 +83,15 @@ class Probe(Raw):
         return self._places.get(name) or super().full(name)
 
     def _guess(self, name: builtins.str) -> builtins.int:
-        """A number to use for ``name``: widths above counts, and not all in the same proportion a second time."""
+        """A number to use for ``name``: widths above counts, and not all in the same proportion a second time.
+
+        Widths are squares, as a grid of positions must be.
+        """
         wide = any(word in name for word in WIDTHS)
         if not self.session.second:
             return 256 if wide else 2
-        return (2048 if wide else 4) << len(self.session.refusals) % 2
+        more = len(self.session.refusals) % 2
+        return 1024 << 2 * more if wide else 4 << more
 
     def _note(self, kind: builtins.str, names: Iterable[builtins.str]) -> None:
         self.session.asked.extend((self.full(name), kind) for name in names)

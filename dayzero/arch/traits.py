@@ -265,8 +265,13 @@ def is_layer_list(key: str, value: Any, num_layers: int | None = None) -> bool:
     model's length where that is known."""
     if not isinstance(value, list) or not value or not all(isinstance(kind, str) for kind in value):
         return False
+    return len(value) == num_layers or names_layers(key)
+
+
+def names_layers(key: str) -> bool:
+    """Whether a key is that of a list with one kind a layer, whatever its value."""
     word = key.rpartition(".")[2]
-    return len(value) == num_layers or any(fnmatch.fnmatchcase(word, pattern) for pattern in LAYER_LISTS)
+    return any(fnmatch.fnmatchcase(word, pattern) for pattern in LAYER_LISTS)
 
 
 def layer_part(key: str) -> str:

@@ -25,10 +25,13 @@ class LatentBlock:
     """``MLA``. Store: ``<site>.latent`` [C] a token: [normed latent | shared key, rotated where there is a rope].
 
     form: ``absorbed`` moves W_UK to the query and W_UV behind the softmax; ``expanded`` makes keys and values of all
-    heads. With an index the absorbed form is ``attention.sparse`` over the cached rows, in which all heads read one key.
+    heads. With an index the absorbed form is ``attention.sparse`` over the cached rows, in which all heads read one
+    key. keep_lists: whether a later layer reads the lists of this one's index.
     """
 
-    def __init__(self, spec: MLA, params: Params, site: Site, *, form: Form = "absorbed") -> None:
+    def __init__(
+        self, spec: MLA, params: Params, site: Site, *, form: Form = "absorbed", keep_lists: bool = True
+    ) -> None:
         self.spec, self.site, self.form = spec, site, form
         self.q_a: Unary | None = None
         if spec.q_rank is None:
@@ -45,7 +48,7 @@ class LatentBlock:
         self.gate = site.op("attention.gate", "gate") if spec.gate else None
         self.index: Generator | None = None
         if spec.index is not None and not spec.index.shared:
-            self.index = build_index(spec.index, params.below("index"), site.below("index"))
+            self.index = build_index(spec.index, params.below("index"), site.below("index"), keep_lists)
         if spec.index is None or form == "expanded":
             self.attend = site.op(f"latent.attend_{form}", "attend")
         else:
@@ -99,10 +102,12 @@ class LatentBlock:
         return out_THV
 
     def _listed(self, q_THD: Tensor, rows: Paged, selected_TA: Tensor) -> Tensor:
-        """[T, H, V]: the cached rows are one key head, and begin with its values."""
-        q_THC = queries_into_latent(q_THD.double(), self.w_uk_HNR.double())
+        """[T, H, V]: the cached rows are one key head, and begin with its values. Between the projections numbers have
+        twice the width, so that they are rounded once."""
+        wide = torch.float64 if q_THD.dtype == torch.float32 else torch.float32
+        q_THC = queries_into_latent(q_THD.to(wide), self.w_uk_HNR.to(wide))
         keys = replace(rows, rows=rows.rows[:, :, None])
         out_THR, _ = self.attend_listed(
             q_THC, keys, None, selected_TA, scale=self.spec.softmax_scale, value_dim=self.spec.kv_rank
         )
-        return torch.einsum("thr,hvr->thv", out_THR, self.w_uv_HVR.double()).to(q_THD.dtype)
+        return torch.einsum("thr,hvr->thv", out_THR, self.w_uv_HVR.to(wide)).to(q_THD.dtype)

@@ -28,18 +28,18 @@ class Generator(Protocol):
         """
 
 
-def build_index(spec: AnyIndex, params: Params, site: Site) -> Generator:
-    """The block that computes ``spec``, which must not share another layer's lists."""
-    return LocalIndexBlock(spec, site) if isinstance(spec, LocalIndex) else IndexBlock(spec, params, site)
+def build_index(spec: AnyIndex, params: Params, site: Site, keep: bool) -> Generator:
+    """The block that computes ``spec``, which must not share another layer's lists. keep: as in ``IndexBlock``."""
+    return LocalIndexBlock(spec, site) if isinstance(spec, LocalIndex) else IndexBlock(spec, params, site, keep)
 
 
 class IndexBlock:
     """``Index`` that owns an indexer. Store: ``<site>.k`` [D] a token, normed and rotated; with gated pools also
-    ``<site>.pool_gate`` [D]."""
+    ``<site>.pool_gate`` [D]. keep: leave the lists to later layers; else they go when this layer has read them."""
 
-    def __init__(self, spec: Index, params: Params, site: Site) -> None:
+    def __init__(self, spec: Index, params: Params, site: Site, keep: bool = True) -> None:
         assert not spec.shared, "a shared index has no indexer of its own"
-        self.spec, self.site = spec, site
+        self.spec, self.site, self.keep = spec, site, keep
         self.q, self.k = site.linear(params, "q"), site.linear(params, "k")
         self.k_norm = site.norm(spec.key_norm, params, "k_norm")
         self.weights = site.linear(params, "weights", f32=True)
@@ -49,7 +49,7 @@ class IndexBlock:
         self.generate = site.op(f"sparse_index.{spec.generator}", "select")
 
     def select(self, x_TD: Tensor, query_TR: Tensor, view: StepView) -> Tensor:
-        """As in ``Generator``; left in the scratch for layers that share them."""
+        """As in ``Generator``; left in the scratch where layers share them."""
         spec = self.spec
         view.scratch.pop(SELECTED, None)  # no layer from here on reads the last one's
         q_THD = self.rope(self.q(query_TR).unflatten(-1, (spec.heads, spec.head_dim)), view.positions)
@@ -63,7 +63,8 @@ class IndexBlock:
             gates = None if self.gate is None else self._kept("pool_gate", self.gate(x_TD), view)
             pooling = Pooling(spec.pool.size, spec.pool.local, spec.pool.tail, gates, self.bias_SD)
             selected_TK = self.generate(q_THD, weights_TH, keys, pooling, scale=spec.scale, pools=spec.pools)
-        view.scratch[SELECTED] = selected_TK
+        if self.keep:
+            view.scratch[SELECTED] = selected_TK
         return selected_TK
 
     def _kept(self, part: str, values_TD: Tensor, view: StepView) -> Paged:

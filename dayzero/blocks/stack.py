@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dayzero.arch.channels import GLU, Channel, MoE
+from dayzero.arch.index import Index
 from dayzero.arch.mixers import MLA, Attention, Delta, Mixer
 from dayzero.arch.outside import OutsideChannel, OutsideMixer
 from dayzero.arch.spec import LayerSpec, ModelSpec
@@ -46,12 +47,12 @@ class Block(Protocol):
         """x [T, D] -> [T, D]; reads and extends the view's stores."""
 
 
-def build_mixer(spec: Mixer, params: Params, site: Site, forms: Forms = Forms()) -> Block:
-    """The block that computes ``spec``."""
+def build_mixer(spec: Mixer, params: Params, site: Site, forms: Forms = Forms(), *, keep_lists: bool = True) -> Block:
+    """The block that computes ``spec``. keep_lists: a later layer reads the lists of its sparse index."""
     if isinstance(spec, Attention):
         return AttentionBlock(spec, params, site)
     if isinstance(spec, MLA):
-        return LatentBlock(spec, params, site, form=forms.latent)
+        return LatentBlock(spec, params, site, form=forms.latent, keep_lists=keep_lists)
     if isinstance(spec, Delta):
         return DeltaBlock(spec, params, site, recurrence=forms.recurrence)
     return outside_block(spec, params, site)
@@ -79,13 +80,23 @@ def outside_block(spec: OutsideMixer | OutsideChannel, params: Params, site: Sit
     return cast(Block, block)
 
 
+def lists_are_shared(spec: ModelSpec, number: int) -> bool:
+    """Whether a layer behind ``number`` reads the lists of its sparse index: the next one with an index decides."""
+    later = (layer.mixer for layer in spec.layers[number + 1 :])
+    indexes = (mixer.index for mixer in later if isinstance(mixer, MLA) and isinstance(mixer.index, Index))
+    following = next(indexes, None)
+    return following is not None and following.shared
+
+
 class Layer:
     """One layer: mixer, then channel, each between entering and leaving the residual stream."""
 
-    def __init__(self, spec: LayerSpec, params: Params, site: Site, number: int, forms: Forms = Forms()) -> None:
+    def __init__(
+        self, spec: LayerSpec, params: Params, site: Site, number: int, forms: Forms = Forms(), keep_lists: bool = True
+    ) -> None:
         self.site = site
         self.residual = build_residual(spec.residual, params, site, number)
-        self.mixer = build_mixer(spec.mixer, params.below("mixer"), site.below("mixer"), forms)
+        self.mixer = build_mixer(spec.mixer, params.below("mixer"), site.below("mixer"), forms, keep_lists=keep_lists)
         self.channel = build_channel(spec.channel, params.below("channel"), site.below("channel"))
         assert not params.left_over(), f"{site.name}: no block uses {', '.join(params.left_over())}"
 
@@ -196,7 +207,8 @@ class Stack:
             return self._layers[number]
         name = f"layers.{number}"
         site = self.site.below(name)
-        layer = Layer(self.spec.layers[number], Params(self.load(name), f"{name}."), site, number, self.forms)
+        spec, shared = self.spec.layers[number], lists_are_shared(self.spec, number)
+        layer = Layer(spec, Params(self.load(name), f"{name}."), site, number, self.forms, shared)
         if self.resident:
             self._layers[number] = layer
         return layer

@@ -103,19 +103,21 @@ class CacheManager:
         return needs
 
     def open(
-        self, request_id: str, tokens: Sequence[int], *, salt: str | None = None, media: Sequence[Media] = ()
+        self, request_id: str, tokens: Sequence[int], *, salt: str | None = None, media: Sequence[Media] = (),
+        limit: int | None = None,
     ) -> Opened | None:
         """Begin a sequence whose first ``tokens`` are known: restore what can be restored (whole pages, never the last
         token) and take the blocks of its state. None when there is no room now, and nothing changed.
 
         The hit is the longest n for which every token group has the pages it needs (a window group those within the
         window before n) and the states have a snapshot at exactly n. media: (content hash, first token, number of
-        tokens) of each image. Sequences with different salts share nothing.
+        tokens) of each image. limit: restore at most so many tokens, though more are cached: the others are to be
+        computed all the same, and are of use to later sequences. Sequences with different salts share nothing.
         """
         assert request_id not in self._open and len(tokens) > 0, request_id
         if not self._pool.has_room(self._working):
             return None
-        chain, found = self._reuse.find(tokens, salt, media)
+        chain, found = self._reuse.find(tokens, salt, media, limit)
         sequence = self._begin(request_id, len(tokens), chain, found.pages)
         if sequence is None and found.pages and not self._open:
             found = Found(0, found.matched, "The cached prefix lies too scattered to leave room for the rest.")

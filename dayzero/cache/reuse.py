@@ -39,14 +39,18 @@ class Reuse:
 
     # --- before a sequence begins -------------------------------------------------------------------------------
 
-    def find(self, tokens: Sequence[int], salt: str | None, media: Sequence[Media]) -> tuple[Chain, Found]:
-        """At least one token must be computed, for its logits: the last one is never restored."""
+    def find(
+        self, tokens: Sequence[int], salt: str | None, media: Sequence[Media], limit: int | None
+    ) -> tuple[Chain, Found]:
+        """At least one token must be computed, for its logits: the last one is never restored, nor any behind the first
+        ``limit``."""
         chain = Chain(root_key(self._fingerprint, salt, self._page), self._page, media)
         best = (len(tokens) - 1) // self._page
         if not self._on:
             return chain, Found(0, 0, "The prefix cache is off." if best else "")
         chain.grow(tokens, best)
-        return chain, self._search.find(chain.keys, self.snapshots)
+        keys = chain.keys if limit is None else chain.keys[: limit // self._page]
+        return chain, self._search.find(keys, self.snapshots)
 
     def pin(self, chain: Chain, hit: int) -> tuple[list[Pages], Snapshot | None]:
         """References to all that a sequence restored to ``hit`` pages needs."""

@@ -60,6 +60,10 @@ class ChatEncoding(Protocol):
         """Whether ``strict`` tools are held to their schema when the model itself decides to call them."""
 
     @property
+    def takes_images(self) -> bool:
+        """Whether it has words for an image."""
+
+    @property
     def parses(self) -> tuple[str, ...]:
         """What the parser finds: of ``reasoning``, ``tools``."""
 

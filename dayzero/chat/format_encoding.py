@@ -33,6 +33,10 @@ class FormatEncoding:
         return self.format.grammar.finds
 
     @property
+    def takes_images(self) -> bool:
+        return False
+
+    @property
     def holds_strict(self) -> bool:
         """Whether the arguments of ``strict`` tools obey their schema under tool_choice auto, too."""
         if self._elements:
@@ -78,11 +82,10 @@ class FormatEncoding:
 
     # --- for subclasses ----------------------------------------------------------------------------------------------
 
-    def _checked(self, conversation: Conversation, images: bool = False) -> None:
-        """images: whether the format has a place for them."""
+    def _checked(self, conversation: Conversation) -> None:
         conversation.check()
         for number, message in enumerate(conversation.messages):
-            if message.images and not images:
+            if message.images and not self.takes_images:
                 raise UsageError(f"messages[{number}] holds an image, which this model's chat format does not take.")
 
     def _split(self, message: Message, think: tuple[str, str] | None = None) -> Message:

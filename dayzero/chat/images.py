@@ -72,7 +72,8 @@ def _check(image: Image.Image, max_pixels: int) -> None:
     width, height = image.size
     if width * height > max_pixels:
         raise UsageError(f"an image has {width}x{height} pixels; at most {max_pixels} are taken.")
-    if getattr(image, "n_frames", 1) > 1:
+    # Of a multi-picture file, as many cameras write them, the first is the photograph and the others are previews.
+    if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
         raise UsageError("an image is animated; send one frame of it.")
 
 

@@ -6,7 +6,7 @@ Stop ids stand in up to five places that need not agree; a server must end on ev
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dayzero.chat.families import Format
@@ -38,9 +38,17 @@ def stop_ids(
 ) -> dict[int, tuple[str, ...]]:
     """id -> where it is said to end an answer. ConfigError for a value that is no id: dropped, it would leave a model
     that never stops."""
+    settings = read_side(source, "tokenizer_config.json") if tokenizer is not None else {}
+    found = stop_sources(
+        read_side(source, "config.json"),
+        read_side(source, "generation_config.json"),
+        settings,
+        tokenizer.added if tokenizer is not None else {},
+        [(template, form)],
+    )
     out: dict[int, tuple[str, ...]] = {}
-    for where, ids in _sources(source, tokenizer, template, form):
-        for token in ids:
+    for where, value in found:
+        for token in _ids(value, where):
             if where not in out.get(token, ()):
                 out[token] = (*out.get(token, ()), where)
     return out
@@ -52,31 +60,37 @@ def sampling_defaults(source: Source) -> dict[str, Any]:
     return {key: found[key] for key in SAMPLING if found.get(key) is not None}
 
 
-def _sources(
-    source: Source, tokenizer: Tokenizer | None, template: str, form: Format | None
-) -> Iterator[tuple[str, list[int]]]:
-    for file in ("config.json", "generation_config.json"):
-        found = read_side(source, file)
-        yield file, _ids(found.get("eos_token_id"), file)
+def stop_sources(
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    added: Mapping[str, int],
+    shown: Iterable[tuple[str, Format | None]],
+) -> Iterator[tuple[str, Any]]:
+    """(where, what stands there) for every place that names ids which end an answer: one id, several, or what is none.
+
+    settings: tokenizer_config.json. added: text of each added token -> id. shown: chat templates, and the format each
+    one writes.
+    """
+    for file, found in (("config.json", config), ("generation_config.json", generation)):
+        yield file, found.get("eos_token_id")
         inner = found.get("text_config")
         if isinstance(inner, Mapping):
-            yield f"{file} text_config", _ids(inner.get("eos_token_id"), file)
-    if tokenizer is None:
-        return
-    eos = read_side(source, "tokenizer_config.json").get("eos_token")
+            yield f"{file} text_config", inner.get("eos_token_id")
+    eos = settings.get("eos_token")
     text = eos.get("content") if isinstance(eos, Mapping) else eos
-    if isinstance(text, str) and text in tokenizer.added:
-        yield "tokenizer_config.json eos_token", [tokenizer.added[text]]
-    own = form.grammar.markers() if form else frozenset[str]()
-    ends = [i for t, i in tokenizer.added.items() if END_OF_TURN.search(t) and t in template and t not in own]
-    yield "chat template", ends
-    if form is not None:
-        yield f"chat format {form.name}", [tokenizer.added[t] for t in form.stops if t in tokenizer.added]
+    if isinstance(text, str) and text in added:
+        yield "tokenizer_config.json eos_token", [added[text]]
+    for template, form in shown:
+        own = form.grammar.markers() if form else frozenset[str]()  # they end a part of an answer, not the answer
+        yield "chat template", [i for t, i in added.items() if END_OF_TURN.search(t) and t in template and t not in own]
+        if form is not None:
+            yield f"chat format {form.name}", [added[t] for t in form.stops if t in added]
 
 
-def _ids(value: Any, file: str) -> list[int]:
+def _ids(value: Any, where: str) -> list[int]:
     items = value if isinstance(value, list) else [] if value is None else [value]
     for item in items:
         if type(item) is not int or item < 0:
-            raise ConfigError(f"{file}: eos_token_id holds {str(item)[:40]!r}; give a whole number >= 0, or a list.")
+            raise ConfigError(f"{where}: eos_token_id holds {str(item)[:40]!r}; give a whole number >= 0, or a list.")
     return items

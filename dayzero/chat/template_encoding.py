@@ -58,9 +58,13 @@ class TemplateEncoding(FormatEncoding):
         self._control = ControlTokens(tokenizer)
         self._images = IMAGES.search(template) is not None
 
+    @property
+    def takes_images(self) -> bool:
+        return self._images
+
     def prompt(self, conversation: Conversation) -> Prompt:
         """A template writes one placeholder for an image; ``media.spread`` makes as many of it as there are tokens."""
-        self._checked(conversation, self._images)
+        self._checked(conversation)
         breaker, end = self._control.private_letters(all_text(conversation))
         messages = [self._split(message) for message in conversation.messages]
         native = _native_ids(messages) if self.format.native_ids else {}

@@ -63,6 +63,10 @@ class XtmlEncoding(FormatEncoding):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(XTML, "dayzero's own encoder", tokenizer)
 
+    @property
+    def takes_images(self) -> bool:
+        return all(self._tokenizer.id_of(text) is not None for text in MEDIA)
+
     def prompt(self, conversation: Conversation) -> Prompt:
         conversation.check()
         thinking, effort = _thinking(conversation)

@@ -18,6 +18,7 @@ from dayzero.console import Console
 from dayzero.finding import Verdict
 
 PROMPT = "What is the capital of France?"
+POOL_BYTES = 64 << 20  # one short conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,6 @@ def run(options: DemoOptions, console: Console) -> int:
 
 
 def _ladder(options: DemoOptions, folder: str, console: Console) -> int:
-    from dayzero.ops.bind import load_entry_points
     from dayzero.planner.plan_show import show_plan
     from dayzero.planner.show import show_report
 
@@ -57,21 +57,29 @@ def _ladder(options: DemoOptions, folder: str, console: Console) -> int:
     console.line("\n3. align with the publisher's code", "bold")
     aligned = align_report(AlignArguments(folder), console)
     from dayzero.acceptance.align import show_align
-    from dayzero.acceptance.answer import stream_answer
 
     show_align(aligned, console)
     verdicts: tuple[Verdict, ...] = (inspected.verdict, planned.verdict, aligned.verdict)
     console.line(f"\n4. answer: {options.prompt}", "bold")
-    stream = stream_answer(folder, options.prompt, num_tokens=options.tokens, catalog=load_entry_points()[0])
-    with console.progress("loading the weights, reading the question"):
-        pieces = [next(stream, "")]
-    console.stream(pieces[0])
-    for piece in stream:
-        console.stream(piece)
-        pieces.append(piece)
+    answer = _answer(folder, options, console)
     said = zip(("inspect", "plan", "align"), verdicts, strict=True)
     console.stream("\n\ndemo: " + ", ".join(f"{command} {verdict}" for command, verdict in said) + "\n")
-    console.emit_json(
-        {"folder": folder, "inspect": inspected, "plan": planned, "align": aligned, "answer": "".join(pieces)}
-    )
+    console.emit_json({"folder": folder, "inspect": inspected, "plan": planned, "align": aligned, "answer": answer})
     return max(exit_code(verdict) for verdict in verdicts)
+
+
+def _answer(folder: str, options: DemoOptions, console: Console) -> str:
+    """One greedy turn of a chat, shown as it comes."""
+    from dayzero.chat.pieces import Content
+    from dayzero.engine.llm import LLM
+    from dayzero.engine.request import SamplingParams
+
+    with console.progress("reading weights", None, "B") as bar:
+        llm = LLM(folder, progress=lambda done, total: bar.reach(done, total), pool_bytes=POOL_BYTES, max_running=1)
+    with llm:
+        params, said = SamplingParams(temperature=0, max_tokens=options.tokens), []
+        for piece in llm.stream_chat([{"role": "user", "content": options.prompt}], params):
+            if isinstance(piece, Content):
+                console.stream(piece.text)
+                said.append(piece.text)
+    return "".join(said)

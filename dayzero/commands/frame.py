@@ -44,7 +44,7 @@ RecipeOption = Annotated[
     Path | None, typer.Option("--recipe", metavar="FILE.py", help="Recipe of the family, given by path.")
 ]
 SourceArgument = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="A folder, a config.json, s3://bucket/prefix, or a hub id when online.")
+    str, typer.Argument(metavar="SOURCE", help="A folder, a config (.json), s3://bucket/prefix, or a hub id if online.")
 ]
 
 

@@ -18,7 +18,7 @@ from dayzero.units import bytes_text, count_text, counted
 
 @dataclass(frozen=True, slots=True)
 class TwinArguments:
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint, or a config.json alone.")]
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint, or a config (.json) alone.")]
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist yet.")]
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the weights.")] = 0
     recipe: RecipeOption = None

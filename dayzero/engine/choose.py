@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dayzero.engine.events import Logprobs
 from dayzero.engine.executor import Late
 from dayzero.engine.sampler import SlotState, apply_mask, draw, logprobs_of, shape_logits, uniform
-from dayzero.engine.step import NewSlot, Row, RowResult, TokenLogprobs
+from dayzero.engine.step import NewSlot, Row, RowResult
 from dayzero.ops.sample import greedy
 
 HEAD_ROWS = 128  # rows of logits held at once when every token of a prompt is asked for
@@ -80,14 +81,12 @@ class Chooser:
         for slot, token in kept:
             self._states[slot].known.append(token)
 
-    def prompt_logprobs(
-        self, row: Row, hidden_TD: Tensor, head: Callable[[Tensor], Tensor]
-    ) -> tuple[TokenLogprobs, ...]:
+    def prompt_logprobs(self, row: Row, hidden_TD: Tensor, head: Callable[[Tensor], Tensor]) -> tuple[Logprobs, ...]:
         """Of the prompt tokens that follow the row's own tokens. hidden: of the row's tokens; head: to logits."""
         state = self._states[row.slot]
         targets = state.known[row.start + 1 : min(row.start + row.count + 1, state.prompt_tokens)]
         count = state.params.prompt_logprobs or 0
-        out: list[TokenLogprobs] = []
+        out: list[Logprobs] = []
         for first in range(0, len(targets), HEAD_ROWS):
             some = targets[first : first + HEAD_ROWS]
             out += logprobs_of(head(hidden_TD[first : first + len(some)]), some, [count] * len(some))

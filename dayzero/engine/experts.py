@@ -23,6 +23,7 @@ from dayzero.ops.catalog import Catalog, Line
 from dayzero.ops.experts_fp8 import Ring
 from dayzero.ops.experts_mxfp4 import groups_outside
 from dayzero.ops.experts_sizes import e4m3_expert_bytes
+from dayzero.parallel.mesh import Mesh
 from dayzero.planner.experts import rank_ring_bytes
 from dayzero.units import bytes_text, counted
 
@@ -128,8 +129,8 @@ class KeptExperts:
         largest = max(tier.expert_bytes for tier in self.tiers.values())
         at_once = min(number, residency.capacity_bytes // largest)
         return (
-            f"{bytes_text(residency.capacity_bytes)} of {bytes_text(whole)}: {at_once:,} of {counted(number, 'expert')} "
-            f"at once, the others are read from {self.loader.source.name} when they are chosen"
+            f"{bytes_text(residency.capacity_bytes)} of {bytes_text(whole)}: {at_once:,} of {number:,} experts at "
+            f"once, the others are read from {self.loader.source.name} when they are chosen"
         )
 
 
@@ -162,7 +163,7 @@ def _ring(model: LoadedModel, lines: Mapping[str, Line], packed: frozenset[str])
             raise UsageError(f"{site}: variant 'ring' converts experts in MXFP4, but {others[0]} is stored otherwise.")
     if not bound:
         return None
-    return Ring(rank_ring_bytes(model.spec, dict.fromkeys(packed, MXFP4_PACK)))
+    return Ring(rank_ring_bytes(model.spec, dict.fromkeys(packed, MXFP4_PACK), Mesh()))
 
 
 def _with_ring(bind: Bind, ring: Ring) -> Bind:

@@ -264,7 +264,12 @@ class Grammars:
         late.daemon = True
         self._coming[request.id] = _Coming(request, future, time.monotonic() + self._seconds)
         late.start()
-        future.add_done_callback(lambda _: (late.cancel(), self._wake()))
+
+        def done(_: Future[LLMatcher]) -> None:
+            late.cancel()
+            self._wake()
+
+        future.add_done_callback(done)
 
     def ready(self, wait: bool = False) -> list[tuple[NewRequest, str | None]]:
         """Requests whose grammar is compiled, in order of arrival, and why it cannot be used (None: it can).

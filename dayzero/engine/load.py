@@ -35,6 +35,7 @@ ELEMENTS: Mapping[torch.dtype, Dtype] = {torch.float32: "f32", torch.bfloat16: "
 POOL_SHARE = 0.5  # of the memory that is free behind the weights
 MOST_POOL_BYTES = 8 << 30  # unless the caller asks for more
 UNBOUNDED_TOKENS = 1 << 40
+LEAST_TOKENS = 2  # one of a prompt, one of an answer
 EVERYWHERE = "*"
 
 
@@ -102,14 +103,17 @@ def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec, promised_
     else:
         longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
         full = config.max_running * (longest * layout.token_bytes + layout.window_bytes + 2 * layout.state_footprint)
-        size = min(int(POOL_SHARE * max(0, available_bytes() - promised_bytes)), MOST_POOL_BYTES, max(full, 64 * layout.slab_bytes))
-    least = layout.slab_bytes * max(1, len(layout.token_groups)) + 2 * layout.state_footprint
-    if size < least:
+        free = max(0, available_bytes() - promised_bytes)
+        size = min(int(POOL_SHARE * free), MOST_POOL_BYTES, max(full, 64 * layout.slab_bytes))
+    num_slabs = size // layout.slab_bytes
+    why: str | None = f"One slab takes {bytes_text(layout.slab_bytes)}."
+    if num_slabs:
+        why = CacheManager(layout, num_slabs).why_never(LEAST_TOKENS)
+    if why is not None:
         raise MachineError(
-            f"The cache pool has {bytes_text(size)}, but one sequence needs {bytes_text(least)}; give --pool-bytes or "
-            "free memory."
+            f"The cache pool of {bytes_text(size)} is too small: give --pool-bytes more, or free memory. {why}"
         )
-    return size // layout.slab_bytes
+    return num_slabs
 
 
 def _info(
@@ -121,8 +125,6 @@ def _info(
     stops = ending_ids(launch, files, spec.vocab)
     pool_tokens = _pool_tokens(layout, num_slabs)
     longest = min(spec.max_positions, config.max_model_len or spec.max_positions, pool_tokens)
-    if longest < 2:
-        raise MachineError(f"The cache pool holds {pool_tokens} tokens of one sequence; give a larger --pool-bytes.")
     pool = f"{bytes_text(num_slabs * layout.slab_bytes)}, {pool_tokens:,} tokens of one sequence"
     table = [
         ("model", f"{spec.family}, {len(spec.layers)} layers, {dtype}"),
@@ -140,7 +142,9 @@ def _info(
     return EngineInfo(
         source=launch.source, family=spec.family, dtype=dtype, max_model_len=longest, vocab=spec.vocab, stop_ids=stops,
         defaults=defaults, table=table, page_tokens=layout.page_tokens, pool_tokens=pool_tokens,
-        max_running=config.max_running, facts={"bindings": dict(bindings), "bytes_read": model.loader.bytes_read, "expert_inputs": config.expert_inputs},
+        max_running=config.max_running, facts={
+            "bindings": dict(bindings), "bytes_read": model.loader.bytes_read, "expert_inputs": config.expert_inputs,
+        },
     )  # fmt: skip
 
 

@@ -111,11 +111,11 @@ class LocalRunner:
         for new in step.new:
             self._chooser.begin(new)
         view = self._slots.view(step)
+        before = time.perf_counter()
         if self._images is not None:
             for new in step.new:
                 self._images.begin(new)
             view = self._images.placed(step, view)
-        before = time.perf_counter()
         hidden_TD = self.stack.forward(view)
         computed = time.perf_counter() - before
         for copy in step.after:

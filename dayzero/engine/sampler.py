@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dayzero.engine.events import Logprobs
 from dayzero.engine.request import SamplingParams
-from dayzero.engine.step import TokenLogprobs
 
 NEVER = float("-inf")
 MOST = torch.finfo(torch.float32).max
@@ -146,16 +146,16 @@ def _largest(scaled_V: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return scaled_V[ids[order]], ids[order]
 
 
-def logprobs_of(raw_SV: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+def logprobs_of(raw_SV: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
     """Log-probabilities of ``tokens`` [S] under raw (unshaped) logits, with the ``counts[s]`` likeliest of each row."""
     logs_SV = torch.log_softmax(raw_SV.double(), dim=-1)
     out = []
     for logs_V, token, count in zip(logs_SV, tokens, counts, strict=True):
         own = float(logs_V[token])
         rank = int((logs_V > own).sum()) + 1
-        top: tuple[tuple[int, float], ...] = ()
+        top: list[tuple[int, float]] = []
         if count:
             values, ids = _largest(logs_V, min(count, logs_V.shape[0]))
-            top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        out.append(TokenLogprobs(token, own, rank, top))
+            top = list(zip(ids.tolist(), values.tolist(), strict=True))
+        out.append(Logprobs(token, own, rank, top))
     return out

@@ -182,10 +182,10 @@ class Scheduler:
     def _start(self, seq: Sequence, packer: Packer) -> bool:
         """Open ``seq`` and give it its first row. False: no room now, nothing has changed."""
         live, manager = self._live, self.manager
-        findable = seq.known
-        if seq.params.prompt_logprobs is not None:
-            findable = seq.known[: seq.collected + 1]  # what is not computed gives no log-probabilities
-        opened = manager.open(seq.id, findable, salt=seq.request.salt, media=_media(seq))
+        limit = None
+        if seq.params.prompt_logprobs is not None and seq.collected < seq.prompt_tokens - 1:
+            limit = seq.collected  # what is not computed gives no log-probabilities
+        opened = manager.open(seq.id, seq.known, salt=seq.request.salt, media=_media(seq), limit=limit)
         if opened is None:
             return False
         seq.computed = seq.allocated = opened.hit

@@ -10,7 +10,7 @@ from typing import Literal
 
 from dayzero.engine.events import Logprobs, Output
 from dayzero.engine.request import FinishReason, NewRequest, SamplingParams
-from dayzero.engine.step import Row, RowResult, TokenLogprobs
+from dayzero.engine.step import Row, RowResult
 
 # waiting: holds nothing. running: holds a slot and blocks, gets rows. leaving: preempted, ended: has its finish; both
 # hold slot and blocks only until the last step that names them has retired.
@@ -118,7 +118,7 @@ class Sequence:
         end = min(row.start + row.count, self.prompt_tokens - 1)
         assert len(result.prompt) == end - row.start, f"{self.id}: {len(result.prompt)} prompt log-probabilities"
         assert row.start <= self.collected, f"{self.id}: prompt log-probabilities from {self.collected} on are missing"
-        self.prompt += [_logprobs(item) for item in result.prompt[self.collected - row.start :]]
+        self.prompt += result.prompt[self.collected - row.start :]
         self.collected = max(self.collected, end)
 
     def take_token(self, row: Row, result: RowResult, now: float) -> Output:
@@ -136,7 +136,7 @@ class Sequence:
         logprobs = []
         if self.params.logprobs is not None:
             assert result.logprobs is not None, f"{self.id}: log-probabilities were asked for and did not come"
-            logprobs = [_logprobs(result.logprobs)]
+            logprobs = [result.logprobs]
         if before + 1 == self.max_new:
             return self.ended("length", now, tokens=[token], logprobs=logprobs)
         return self.output(tokens=[token], logprobs=logprobs)
@@ -179,7 +179,3 @@ class Sequence:
             error=error,
             times=dict(self.times) if first or finish else {},
         )
-
-
-def _logprobs(item: TokenLogprobs) -> Logprobs:
-    return Logprobs(item.token, item.logprob, item.rank, list(item.top))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dayzero.cache.layout import StateCopy
+from dayzero.engine.events import Logprobs
 from dayzero.engine.request import Image, SamplingParams
 
 
@@ -85,16 +86,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probability of one token and of the likeliest ones: ids and values, likeliest first. rank: 1 = likeliest."""
-
-    token: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class RowResult:
     """What one row gave. token: sampled id, None when the row was not sampled or is bad.
 
@@ -105,8 +96,8 @@ class RowResult:
     request_id: str
     token: int | None = None
     bad: str | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt: tuple[TokenLogprobs, ...] = ()
+    logprobs: Logprobs | None = None
+    prompt: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

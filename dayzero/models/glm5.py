@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dayzero.arch.index import Index
 from dayzero.arch.mixers import MLA
 from dayzero.arch.raw import Raw
 from dayzero.arch.spec import ModelSpec
@@ -33,7 +34,7 @@ def spec(raw: Raw) -> ModelSpec:
     raw.ignore("index_share_for_mtp_iteration", why="concerns draft layers only")
     layers = []
     for layer, shared in zip(made.layers, _shared(raw, num_layers), strict=True):
-        assert isinstance(layer.mixer, MLA) and layer.mixer.index is not None
+        assert isinstance(layer.mixer, MLA) and isinstance(layer.mixer.index, Index)
         index = replace(layer.mixer.index, shared=shared)
         layers.append(replace(layer, mixer=replace(layer.mixer, index=index)))
     return replace(made, layers=tuple(layers))

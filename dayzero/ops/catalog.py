@@ -207,6 +207,7 @@ _VARIANTS = (
         "attention.paged", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_paged",
         {**_CAUSAL, "sinks": (False,), "softcap": (False,)}, rank=10,
     ),
+    Line("attention.full", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_full", rank=10),
     Line(
         "moe.experts", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:moe_experts",
         {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)}, rank=10, packed=True,

@@ -85,7 +85,7 @@ def _experts(
     return summed_by_expert(*rows, one)
 
 
-# --- never materialised: widened inside the product, tile by tile ------------------------------------------------------
+# --- never materialised: widened inside the product, tile by tile -----------------------------------------------------
 
 
 def widening(
@@ -119,14 +119,15 @@ def _by_tiles(x_TK: Tensor, tile: Callable[[slice], Tensor], num_rows: int, bias
     return out_TN if bias_N is None else out_TN + bias_N.float()
 
 
-# --- the workspace: activated experts as e4m3 in a ring of slices ------------------------------------------------------
+# --- the workspace: activated experts as e4m3 in a ring of slices -----------------------------------------------------
 
 
 class Ring:
     """The workspace of a rank: slices that are filled and read in turn, whatever layer or expert they serve.
 
-    num_bytes: of all slices, each for one whole matrix (``experts_sizes.ring_bytes``). A slice is valid until ``SLICES - 1`` more were taken. fallbacks: matrices so far that
-    were not converted because groups of theirs lie outside of e4m3's reach; those are widened inside the product.
+    num_bytes: of all slices, each for one whole matrix (``experts_sizes.ring_bytes``). A slice is valid until
+    ``SLICES - 1`` more were taken. fallbacks: matrices so far that were not converted because groups of theirs lie
+    outside of e4m3's reach; those are widened inside the product.
     """
 
     def __init__(self, num_bytes: int, device: str | torch.device = "cpu") -> None:

@@ -25,9 +25,9 @@ _LOW = (1 << 32) - 1
 def pack(scores_TL: Tensor, first: int) -> Tensor:
     """int64 keys that sort by (score, -row): f32 scores of rows ``first`` on; -inf and NaN give the least of all."""
     bits_TL = (scores_TL + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
-    rising_TL = bits_TL ^ ((bits_TL >> 31) & 0x7FFFFFFF)
+    bits_TL ^= (bits_TL >> 31).bitwise_and_(0x7FFFFFFF)  # of negative numbers the larger bits are the lower score
     rows_L = torch.arange(first, first + scores_TL.shape[1], device=scores_TL.device)
-    keys_TL = (rising_TL.long() << 32).add_(_LOW - rows_L)
+    keys_TL = bits_TL.long().bitwise_left_shift_(32).add_(_LOW - rows_L)
     return keys_TL.masked_fill_(~(scores_TL > NEGATIVE_INFINITY), _NONE)  # a NaN is not larger
 
 
@@ -46,14 +46,15 @@ def running_top_k(num_queries: int, k: int, num_rows: int, step: int, scores: Ca
     filled = 0
     for begin in range(0, num_rows, step):
         end = min(begin + step, num_rows)
-        packed_TL = pack(scores(begin, end), begin)
-        if held_TC is None:
-            held_TC = packed_TL.new_empty(num_queries, min(num_rows, k + merge))
-        if filled + end - begin > held_TC.shape[1]:
+        if held_TC is not None and filled + end - begin > held_TC.shape[1]:
             held_TC[:, :k] = held_TC[:, :filled].topk(k, dim=1, sorted=False).values
             filled = k
-        held_TC[:, filled : filled + end - begin] = packed_TL
+        scores_TL = scores(begin, end)
+        if held_TC is None:
+            held_TC = scores_TL.new_empty(num_queries, min(num_rows, k + merge), dtype=torch.int64)
+        held_TC[:, filled : filled + end - begin] = pack(scores_TL, begin)
         filled += end - begin
+        del scores_TL  # before the next tile is made
     if held_TC is None:
         return torch.full((num_queries, k), -1, dtype=torch.int64)
     best_TK = held_TC[:, :filled].topk(min(k, filled), dim=1, sorted=False).values
@@ -75,6 +76,7 @@ def weighted_scores(q_HTD: Tensor, k_LD: Tensor, weights_HT: Tensor) -> Tensor:
             s_TL.addcmul_(p_HTL[0], weights_HT[first][:, None])
         else:
             s_TL += p_HTL.mul_(weights_HT[some, :, None]).sum(0)
+        del p_HTL  # before the next one is made
     return s_TL.float()
 
 

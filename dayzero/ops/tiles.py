@@ -36,16 +36,21 @@ def chosen_bytes(tokens: int, width: int) -> int:
 
 
 def select_bytes(tokens: int, heads: int, head_dim: int, width: int, context: int) -> int:
-    """Most that selecting takes beside its lists: candidates, a cut of them with its places, the queries in float64."""
+    """Most that selecting takes beside its lists: candidates, the queries in float64, and a tile on its way into
+    64-bit keys or a cut of the candidates with its places."""
     queries = min(tokens, QUERIES)
     held = min(context, width + MERGE_KEYS)
-    return queries * (_INT64 * (held + 2 * min(width, context)) + _F64 * heads * (head_dim + 2))
+    tile = min(context, KEYS) * (3 * _F32 + _INT64 + 1)
+    cut = 2 * _INT64 * min(width, context)
+    return queries * (_INT64 * held + max(tile, cut) + _F64 * heads * (head_dim + 2))
 
 
 def attend_bytes(tokens: int, heads: int, key_dim: int, value_dim: int, width: int, element: int) -> int:
-    """Most that attention over listed rows takes, its queries and results in float64 included. element: bytes of a
-    stored number, which is widened to float32."""
+    """Most that attention over listed rows takes, its queries and results in twice the width included. element: bytes
+    of a stored number, which is widened to float32."""
     queries = min(tokens, queries_by_list(width))
     record = key_dim * (element if element == _F32 else element + _F32)
-    gathered = queries * width * (record + _INT64 + heads * _F32)
-    return gathered + tokens * heads * (key_dim + value_dim) * _F64
+    gathered = queries * width * (record + max(4 * _INT64, _INT64 + heads * _F32))  # places, or one and the scores
+    rows = min(tokens, queries_by_heads(heads))
+    masked = rows * (2 * _INT64 * width + heads * KEYS * _F32) if CROSSOVER else 0
+    return max(gathered, masked) + tokens * heads * (key_dim + value_dim) * 2 * element

@@ -318,7 +318,7 @@ def _attend(q_QK: Tensor, kv_TC: Tensor, k_shared_TK: Tensor, seen_QT: Tensor, o
 
 
 def indexed(text: Config, number: int) -> Config | None:
-    """The index's numbers, by the first spelling of each, when layer ``number`` (from 0; the config: from 1) has one."""
+    """The index's numbers, by the first spelling of each, if layer ``number`` (from 0; the config: from 1) has one."""
     given = text.get("dsa_config")
     if not given:
         return None

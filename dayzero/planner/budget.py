@@ -12,6 +12,7 @@ from dayzero.decl import CacheNeed, Format
 from dayzero.hardware import Hardware
 from dayzero.parallel.mesh import Mesh, Place
 from dayzero.planner.experts import Swapping, rank_ring_bytes
+from dayzero.planner.step_memory import activation_bytes
 
 HEADROOM = 0.04  # of device memory: allocator fragments, graphs, communication buffers
 CHUNK_TOKENS = 8192
@@ -131,9 +132,11 @@ def carry_parts(spec: ModelSpec) -> dict[str, int]:
     return {p.name: prod(p.shape) * ELEMENT_BYTES[p.element] for p in spec.layers[0].residual.carry()}
 
 
-def carry_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
+def carry_bytes(spec: ModelSpec, chunk_tokens: int, tp: int = 1) -> int:
     """The residual carry of a chunk, and one layer's widest activations."""
-    return chunk_tokens * (sum(carry_parts(spec).values()) + 6 * 2 * spec.dim)
+    return chunk_tokens * sum(carry_parts(spec).values()) + activation_bytes(
+        spec, chunk_tokens, spec.max_positions, tp=tp
+    )
 
 
 def rank_budget(
@@ -142,7 +145,7 @@ def rank_budget(
 ) -> RankBudget:  # fmt: skip
     """caches: (bytes a token, bytes a sequence) of every layer of the model on a rank; scratch: workspace bytes."""
     need = [sum(sizes) for sizes in zip(*caches[slice(*layers)], strict=True)]
-    carry = carry_bytes(spec, CHUNK_TOKENS // mesh.cp)
+    carry = carry_bytes(spec, CHUNK_TOKENS // mesh.cp, mesh.tp)
     headroom = hardware.reserved_bytes + int(HEADROOM * hardware.memory_bytes)
     left = hardware.memory_bytes - weights - scratch - carry - headroom
     return RankBudget(place.rank, place.stage, layers, weights, scratch, carry, headroom, left, *need)

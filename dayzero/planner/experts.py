@@ -1,4 +1,4 @@
-"""Routed experts on paper: bytes as stored, the ring they are converted in, and what holding only some of them costs."""
+"""Routed experts on paper: bytes as stored, the ring they are converted in, what holding only some of them costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_expert_inputs(spec: ModelSpec, inputs: ExpertInputs) -> ModelSpec:
     return replace(spec, layers=type(spec.layers)(layers))
 
 
-def rank_ring_bytes(spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh = Mesh()) -> int:
+def rank_ring_bytes(spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh) -> int:
     """The ring of a rank on which experts in 4 bits are converted to e4m3; 0 without any.
 
     formats: by parameter. One ring serves all layers; its slices hold the largest matrix.
@@ -77,7 +77,7 @@ class Swapping:
         }  # fmt: skip
 
 
-def swapping(spec: ModelSpec, expert_total: int, budget: int, mesh: Mesh = Mesh()) -> Swapping | None:
+def swapping(spec: ModelSpec, expert_total: int, budget: int, mesh: Mesh) -> Swapping | None:
     """What a budget of bytes holds of the experts of a rank; None without experts, or where all of them fit.
 
     expert_total: stored bytes of the routed experts on the rank. A step's choices spread evenly over expert ranks.

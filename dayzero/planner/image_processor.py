@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +27,8 @@ def read_pixel_rule(source: Source, tower: PatchTower) -> tuple[PixelRule, str]:
     if not source.exists(FILE):
         return tower.pixels, "the family's own numbers; the checkpoint has no " + FILE
     config, _ = read_object(source, FILE)
-    inner = config.get(NESTED)
-    at = NESTED if isinstance(inner, Mapping) else ""
-    raw = Raw(inner if isinstance(inner, Mapping) else config, file=FILE, path=at)
+    outer = Raw(config, file=FILE)
+    raw = outer.sub(NESTED) if outer.has(NESTED) else outer
     family = tower.pixels
     rule: PixelRule = _fit(raw, family) if isinstance(family, FitAndPad) else _round(raw, family)
     for key, size in (("patch_size", tower.patch), ("merge_kernel_size", tower.merge), ("merge_size", tower.merge)):
@@ -40,13 +38,14 @@ def read_pixel_rule(source: Source, tower: PatchTower) -> tuple[PixelRule, str]:
     for key, name in (("image_mean", "mean"), ("image_std", "std")):
         if raw.has(key):
             values[name] = _three(raw, key)
-    unused = sorted(key for key in raw.unread() if key not in WORDS)
+    unused = sorted(key for key in outer.unread() if key.rpartition(".")[2] not in WORDS)
     return replace(rule, **values), FILE + (f"; not used: {', '.join(unused)}" if unused else "")
 
 
 def _fit(raw: Raw, rule: FitAndPad) -> FitAndPad:
     if raw.has("fixed_output_tokens"):
         raise ConfigError(f"{FILE}: fixed_output_tokens is set; images of a fixed number of tokens are not known here.")
+    raw.ignore("fixed_output_tokens", why="null: as many as the image has")
     return replace(
         rule,
         max_patches=raw.int("in_patch_limit", default=rule.max_patches, least=1),

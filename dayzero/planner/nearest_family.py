@@ -50,7 +50,6 @@ class Nearest:
             "layer_map": self.layer_map,
         }
 
-
     @property
     def foreign_kinds(self) -> list[str]:
         """Kinds of layers by name that no operator is known for, in words."""
@@ -130,6 +129,4 @@ def _layer_kinds(names: Iterable[str], unknown: set[str]) -> list[dict[str, Any]
     kinds: dict[tuple[str, frozenset[str]], list[int]] = {}
     for (root, number), patterns in per_layer.items():
         kinds.setdefault((root, frozenset(patterns)), []).append(number)
-    return [
-        _kind_row(numbers, root=root, unknown=patterns & unknown) for (root, patterns), numbers in kinds.items()
-    ]
+    return [_kind_row(numbers, root=root, unknown=patterns & unknown) for (root, patterns), numbers in kinds.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dayzero.arch.traits import KEY_TRAITS, KIND_TRAITS, KeyTrait, is_layer_list, rows_of
+from dayzero.arch.traits import KEY_TRAITS, KIND_TRAITS, KeyTrait, is_layer_list, names_layers, rows_of
 from dayzero.decl import OpUse
 from dayzero.models.reading import Reading
 from dayzero.ops.catalog import CATALOG, Catalog
@@ -66,7 +66,7 @@ def from_reading(
             continue
         rows = rows_of(key, KEY_TRAITS)
         _speak(found, path, rows)
-        if not rows and not known and "token_id" not in key:
+        if not rows and not known and "token_id" not in key and not names_layers(key):
             unknown.append(path)
     for path, kind in dict.fromkeys(speaking):
         _speak(found, path, rows_of(kind, KIND_TRAITS))
@@ -85,7 +85,9 @@ def _speak(
 ) -> None:
     """Enter the key at ``path`` with each contract that it speaks of."""
     for row in rows:
-        _, keys, _ = found.setdefault((row.contract, str(sorted(row.traits.items()))), (dict(row.traits), [], row.about))
+        _, keys, _ = found.setdefault(
+            (row.contract, str(sorted(row.traits.items()))), (dict(row.traits), [], row.about)
+        )
         if path not in keys:
             keys.append(path)
 

@@ -13,6 +13,7 @@ from dayzero.checkpoint.index import Progress, read_index
 from dayzero.checkpoint.rules import Group, Target
 from dayzero.checkpoint.source import open_source
 from dayzero.checkpoint.weight_plan import Box, WeightPlan, copy_bytes, group_formats, plan_rank, prove
+from dayzero.console import Bar
 from dayzero.decl import Format, ParamDecl
 from dayzero.errors import CheckpointError
 from dayzero.models.blueprint import Blueprint, blueprint, read_config, refuse, require_recipe
@@ -142,8 +143,8 @@ def weight_bytes(model: PaperModel) -> WeightBytes:
 
 
 def part_bytes(model: PaperModel, mesh: Mesh, *, experts_only: bool = False) -> Counter[Part]:
-    """Stored bytes that a rank reads of each part it holds, or of the routed experts in it. Cuts are equal, so all ranks read as many; the first is
-    asked."""
+    """Stored bytes that a rank reads of each part it holds, or of the routed experts in it. Cuts are equal, so all
+    ranks read as many; the first is asked."""
     sums: Counter[Part] = Counter()
     for fmt, target, parts in model.alike:
         if experts_only and not is_expert(target.decl):

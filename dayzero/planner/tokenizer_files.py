@@ -6,7 +6,7 @@ Stop ids stand in up to six places that need not agree; a server must end on eve
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 
 from dayzero.chat.encoding import OWN_ENCODERS
 from dayzero.chat.families import recognise
-from dayzero.chat.stops import END_OF_TURN, SAMPLING
+from dayzero.chat.stops import SAMPLING, stop_sources
 from dayzero.chat.template import ENCODER_FILES
 from dayzero.chat.tiktoken_form import FILE, Vocabulary, is_known, read_vocabulary
 from dayzero.checkpoint.config_json import read_object
@@ -73,20 +73,15 @@ def read_tokenizer_files(source: Source, config: Mapping[str, Any], family: str 
     if out.chat["kind"] == "none" and family in OWN_ENCODERS:
         out.chat["kind"] = "own"
     out.sampling = {key: generation[key] for key in SAMPLING if generation.get(key) is not None}
-    for where, ids in _stop_sources(config, generation, settings, tokens, templates):
-        for token in ids:
+    shown = [(template, recognise(template, None, tokens)[0]) for template in templates]
+    for where, value in stop_sources(config, generation, settings, tokens, shown):
+        for token in _ids(value):
             said = out.stop.setdefault(token, [])
             if where not in said:
                 said.append(where)
+        if value is not None and _ids(value) != (value if isinstance(value, list) else [value]):
+            out.odd_ids[where] = value
     _report(source, out)
-    inner = config.get("text_config")
-    places = {"config.json": config, "config.json text_config": inner, "generation_config.json": generation}
-    said = {where: part.get("eos_token_id") for where, part in places.items() if isinstance(part, Mapping)}
-    out.odd_ids = {
-        where: value
-        for where, value in said.items()
-        if value is not None and _ids(value) != (value if isinstance(value, list) else [value])
-    }
     return out
 
 
@@ -244,30 +239,6 @@ def _read_chat(source: Source, settings: Mapping[str, Any], out: TokenizerFiles)
 def _ids(value: Any) -> list[int]:
     items = value if isinstance(value, list) else [value]
     return [i for i in items if type(i) is int and i >= 0]
-
-
-def _stop_sources(
-    config: Mapping[str, Any],
-    generation: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    tokens: Mapping[str, int],
-    templates: list[str],
-) -> Iterator[tuple[str, list[int]]]:
-    yield "config.json", _ids(config.get("eos_token_id"))
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping):
-        yield "config.json text_config", _ids(inner.get("eos_token_id"))
-    yield "generation_config.json", _ids(generation.get("eos_token_id"))
-    eos = settings.get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
-    if isinstance(text, str) and text in tokens:
-        yield "tokenizer_config.json eos_token", [tokens[text]]
-    for template in templates:
-        form, _ = recognise(template, None, tokens)
-        own = form.grammar.markers()  # a marker inside an answer ends a part of it, not the answer
-        ends = [i for text, i in tokens.items() if END_OF_TURN.search(text) and text in template and text not in own]
-        yield "chat template", ends
-        yield f"chat format {form.name}", [tokens[text] for text in form.stops if text in tokens]
 
 
 def _report(source: Source, out: TokenizerFiles) -> None:

@@ -114,5 +114,8 @@ def _left(deadline: float) -> float:
 
 def _shown(url: str) -> str:
     """Without what may be a secret: user, password, query."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "an address that is none"
     return f"{parts.scheme}://{parts.hostname}{parts.path}"[:200]

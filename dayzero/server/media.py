@@ -18,6 +18,10 @@ from dayzero.server.errors import bad
 from dayzero.server.fetch import FetchRules, fetch
 
 NO_IMAGES = "this model takes no images."
+# What a client may say of the resolution; here the model's own processor decides it.
+DETAIL = {
+    "/v1/chat/completions": "messages[].content[].image_url.detail", "/v1/responses": "input[].content[].detail",
+}  # fmt: skip
 MAX_PIXEL_BYTES = 512 << 20  # of all images of a request as the engine is sent them
 
 
@@ -46,6 +50,8 @@ async def with_pictures(call: Call, conversation: Conversation) -> Conversation:
             message, room = await _read(call, message, field, room)
         messages.append(message)
     call.record["images"] = count
+    if any(image.detail != "auto" for message in conversation.messages for image in message.images):
+        call.ignore(DETAIL.get(call.route.path, "detail"))
     return replace(conversation, messages=messages)
 
 
@@ -72,7 +78,7 @@ async def _read(call: Call, message: Message, field: str, room: int) -> tuple[Me
 
 def _check_size(part: ImagePart, config: ServerConfig, field: str) -> None:
     """Before anything is decoded: a data: URI has four letters for three bytes."""
-    if part.source.startswith("data:") and len(part.source) * 3 // 4 > config.max_image_bytes:
+    if part.source[:5].lower() == "data:" and len(part.source) * 3 // 4 > config.max_image_bytes:
         raise bad(f"an image is larger than {config.max_image_bytes} bytes.", field)
 
 

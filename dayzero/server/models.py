@@ -23,7 +23,7 @@ def cards(state: ServerState) -> list[ModelCard]:
         tools="tools" in parses,
         strict_tools=encoding is not None and encoding.holds_strict,
         reasoning="reasoning" in parses,
-        images=info.images is not None and encoding is not None,
+        images=info.images is not None and encoding is not None and encoding.takes_images,
         tokenizer=chat is not None and chat.tokenizer is not None,
         encoding=encoding.name if encoding is not None else None,
         why_no_chat=None if encoding is not None else state.why_no_chat(),

@@ -133,21 +133,18 @@ async def serve(
         uvicorn.Config(app, http=Http, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75)
     )
     asked = _signals()
-    http = asyncio.create_task(server.serve(sockets=[listening]))
+    http, forced = asyncio.create_task(server.serve(sockets=[listening])), False
     try:
         await engine.start()
         info = await _loaded(engine, asked, on_loading)
         if info is not None:
             on_ready(info)
             await _until_asked(engine, asked, http)
-            await _drain(app, engine, asked, drain_seconds)
+            forced = await _drain(app, engine, asked, drain_seconds)
     finally:
         await engine.close()
         server.should_exit = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(http), GRACE_SECONDS)
-        server.force_exit = True
-        await http
+        await _ended(server, http, asked, 0.0 if forced else GRACE_SECONDS)
 
 
 def _signals() -> asyncio.Semaphore:
@@ -189,10 +186,29 @@ async def _until_asked(engine: AsyncEngine, asked: asyncio.Semaphore, http: asyn
         stopped.cancel()
 
 
-async def _drain(app: Starlette, engine: AsyncEngine, asked: asyncio.Semaphore, seconds: float) -> None:
-    """Let answers be given, for at most ``seconds``, or until a second signal comes."""
+async def _ended(server: uvicorn.Server, http: asyncio.Task[None], asked: asyncio.Semaphore, seconds: float) -> None:
+    """Wait ``seconds``, or until a signal comes, for connections that are still open, then cut them off: to their tasks
+    that is a client that leaves, and they end as then. Cancelled by force they would be logged as faults of ours."""
+    for patience in (seconds, GRACE_SECONDS):
+        again = asyncio.create_task(asked.acquire())
+        await asyncio.wait({http, again}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if http.done():
+            break
+        for connection in list(server.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+    server.force_exit = True
+    await http
+
+
+async def _drain(app: Starlette, engine: AsyncEngine, asked: asyncio.Semaphore, seconds: float) -> bool:
+    """Let answers be given, for at most ``seconds``, or until a second signal comes. Returns whether one came."""
     drained, again = asyncio.create_task(app.state.server.drain(seconds)), asyncio.create_task(asked.acquire())
     await asyncio.wait({drained, again}, return_when=asyncio.FIRST_COMPLETED)
+    forced = again.done()
     for task in (drained, again):
         task.cancel()
     await engine.close()
+    return forced

@@ -136,7 +136,9 @@ def test_a_twin_of_every_family_aligns(name: str, tmp_path: Path) -> None:
     shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config" / "config.json")
     write_twin(str(tmp_path / "config" / "config.json"), str(tmp_path / "twin"), TwinOptions())
     report = align_source(str(tmp_path / "twin"), AlignOptions(threads=1))
-    assert report.verdict == "pass", [f for f in report.findings if f.verdict == "fail"]
+    assert report.verdict != "fail", [f for f in report.findings if f.verdict == "fail"]
     assert report.aligned == "twin only" and report.first_diverging is None
-    assert all(f.verdict == "pass" for f in report.findings if f.kind.startswith("align."))
+    # A library's forward is given no images: that a vision tower was not compared is a note.
+    told = [f for f in report.findings if f.kind.startswith("align.") and f.kind != "align.vision"]
+    assert all(f.verdict == "pass" for f in told)
     assert not [c for c in report.choices if c.choice.differing]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -13,11 +14,15 @@ pytest.importorskip("transformers")
 import torch
 from tiny_configs import FAMILIES, write_tiny
 
+from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.stack import Stack
+from dayzero.cache.manager import CacheManager
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.launch import LaunchSpec
-from dayzero.engine.load import Loaded, load_model
+from dayzero.engine.load import Loaded, _pool_slabs, load_model
+from dayzero.errors import MachineError
 from tests.cpu.engine_support import Engine, ask, prompt_ids
+from tests.paper.step_driver import layout_of
 from tests.paper.store import s3_server, upload
 
 TIED = ("llama_tied",)
@@ -108,3 +113,18 @@ def test_the_default_pool_takes_half_of_what_may_be_had(tmp_path: Path, monkeypa
     slab = wide.layout.slab_bytes
     monkeypatch.setattr("dayzero.engine.load.available_bytes", lambda: 40 * slab)
     assert load_model(launch).num_slabs == 20 < wide.num_slabs
+
+
+@pytest.mark.parametrize("kind", ["dense", "window", "hybrid", "mixed"])
+def test_a_pool_is_refused_exactly_where_no_request_could_be_served(kind: str) -> None:
+    """By the cache's own count, which is also what requests are judged by."""
+    layout = layout_of(kind)
+    for num_slabs in range(12):
+        config = EngineConfig(pool_bytes=max(1, num_slabs * layout.slab_bytes))
+        fits = num_slabs > 0 and CacheManager(layout, num_slabs).why_never(2) is None
+        if fits:
+            assert _pool_slabs(layout, config, cast(ModelSpec, None)) == num_slabs
+        else:
+            with pytest.raises(MachineError, match="cache pool of .* is too small: give --pool-bytes more"):
+                _pool_slabs(layout, config, cast(ModelSpec, None))
+    assert fits

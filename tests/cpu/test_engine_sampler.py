@@ -152,6 +152,6 @@ def test_log_probabilities_are_of_the_raw_logits() -> None:
     raw_SV = torch.stack([logits_of(30, 4), logits_of(30, 5)])
     got = logprobs_of(raw_SV, [7, 2], [0, 3])
     want_SV = torch.log_softmax(raw_SV.double(), -1)
-    assert got[0].top == () and got[0].logprob == float(want_SV[0, 7])
+    assert got[0].top == [] and got[0].logprob == float(want_SV[0, 7])
     assert [i for i, _ in got[1].top] == want_SV[1].topk(3).indices.tolist()
     assert got[1].rank == int((want_SV[1] > want_SV[1, 2]).sum()) + 1

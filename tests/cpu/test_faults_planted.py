@@ -49,7 +49,8 @@ def test_the_unmutated_twin_passes_every_command(stand: Stand, word: str) -> Non
     assert plan.verdict != "fail", plan.findings
     if word in ALIGNED:
         aligned = align_source(folder, AlignOptions(trace=str(stand.trace(word)), threads=1))
-        assert aligned.verdict == "pass", [f for f in aligned.findings if f.verdict != "pass"]
+        # A library's forward is given no images: that a tower was not compared is said, and is no fault of the twin.
+        assert not [f for f in aligned.findings if f.verdict != "pass" and f.kind != "align.vision"]
         assert aligned.first_diverging is None
 
 

@@ -1,4 +1,4 @@
-"""Images through the Python API: a path, bytes, a Pillow image and a data: URI are the same image; refusals say where."""
+"""Images through the Python API: a path, bytes, a Pillow image and a data: URI are the same."""
 
 from __future__ import annotations
 

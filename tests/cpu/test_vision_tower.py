@@ -8,6 +8,7 @@ some 1e-6 of the rows' norm; 1e-5 leaves room, and fails for a wrong axis, order
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,35 @@ def test_the_tower_equals_transformers_where_the_two_coincide() -> None:
             pooled = theirs(patches.flatten(0, 2), grid_thw=grid).pooler_output
             want = out_norm(projector(pooled).squeeze(1))
         assert relative_l2(ours.forward(pixels), want) < BOUND, (rows, columns)
+
+
+# --- each known pitfall of this tower, by name: what falls into it is far beyond the bound --------------------------
+
+CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+PITFALLS: dict[str, Callable[[PatchTower], PatchTower]] = {
+    "colours normalised as CLIP does": lambda tower: replace(tower, pixels=replace(tower.pixels, **CLIP)),
+    "rows turned in the place of columns": lambda tower: replace(tower, first="row"),
+    "halves of a head paired": lambda tower: replace(tower, style="half"),
+    "the eps of bfloat16 in its norms": lambda tower: replace(tower, norm=replace(tower.norm, eps=2.0**-7)),
+    "positions stretched from corner to corner": lambda tower: replace(tower, corners=True),
+}
+GELU = {"vision": "the exact gelu in the tower", "projector": "the approximate gelu in the projector"}
+
+
+@pytest.mark.parametrize("name", [*PITFALLS, *GELU.values()])
+def test_pitfall(folder: Path, model: LoadedModel, name: str) -> None:
+    tower = model.spec.vision
+    assert tower is not None
+    pixels = random_pixels(4, 10, tower.patch, 5)
+    plain = oracle_file("kimi_k3_vision")
+    want = plain.image_rows(Reader(folder), dict(model.config), [normalised(pixels)])
+
+    def swapped(contract: str, site: str) -> Callable[..., Any]:
+        op, part = reference(contract, site), site.partition(".")[0]
+        if contract != "activation.gelu" or GELU.get(part) != name:
+            return op
+        return lambda x, form: op(x, form="erf" if form == "tanh" else "tanh")
+
+    params = {key: value for part in ("vision", "projector") for key, value in model.loader.load(part).items()}
+    wrong = Tower(PITFALLS.get(name, lambda same: same)(tower), params, Site("", swapped))
+    assert relative_l2(wrong.forward(pixels), want) > 5 * BOUND

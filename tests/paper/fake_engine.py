@@ -19,9 +19,10 @@ from dayzero.cache.layout import Layout, lay_out
 from dayzero.decl import CacheNeed
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.config import EngineConfig
+from dayzero.engine.events import Logprobs
 from dayzero.engine.executor import Late
 from dayzero.engine.launch import LaunchSpec, LoadProgress
-from dayzero.engine.step import NewSlot, RowResult, Step, StepResult, TokenLogprobs
+from dayzero.engine.step import NewSlot, RowResult, Step, StepResult
 from dayzero.errors import CheckpointError
 
 VOCAB = 330
@@ -159,7 +160,7 @@ class FakeExecutor:
         known.append(token)
         logs = None
         if params.logprobs is not None:
-            logs = TokenLogprobs(token, -0.5, 1, tuple((i, -1.0) for i in range(params.logprobs)))
+            logs = Logprobs(token, -0.5, 1, [(i, -1.0) for i in range(params.logprobs)])
         return RowResult(row.request_id, token, logprobs=logs)
 
     def release(self, slot: int) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dayzero.cache.layout import Group, Layout, StateCopy
+from dayzero.engine.events import Logprobs
 from dayzero.engine.request import SamplingParams
-from dayzero.engine.step import Row, RowResult, Step, StepResult, TokenLogprobs
+from dayzero.engine.step import Row, RowResult, Step, StepResult
 
 VOCAB = 97
 
@@ -46,9 +47,9 @@ class Model:
         drawn = 0 if params.temperature == 0 else mix(params.seed or 0, index)
         return mix(*seen, *states, drawn) % VOCAB
 
-    def logprob(self, seen: Sequence[int], token: int) -> TokenLogprobs:
+    def logprob(self, seen: Sequence[int], token: int) -> Logprobs:
         value = mix(*seen, token)
-        return TokenLogprobs(token, -(value % 1009) / 64.0, value % VOCAB + 1, ((token, 0.0),))
+        return Logprobs(token, -(value % 1009) / 64.0, value % VOCAB + 1, [(token, 0.0)])
 
     def visible(self, group: Group, position: int) -> int:
         """First position that ``position`` sees."""
@@ -234,7 +235,7 @@ class Machine:
         self.num_again += max(0, min(end, furthest) - row.start)
         self.furthest[row.request_id] = max(furthest, end)
         seen, states = self._run_groups(step, number, row, tokens)
-        prompt: tuple[TokenLogprobs, ...] = ()
+        prompt: tuple[Logprobs, ...] = ()
         if row.prompt_logprobs:
             ends = range(row.start, min(row.start + row.count, slot.prompt_tokens - 1))
             prompt = tuple(self.model.logprob(seen[i - row.start], slot.known[i + 1]) for i in ends)

@@ -108,6 +108,14 @@ def test_the_orientation_of_a_photograph_is_applied() -> None:
     assert seen.tobytes() == image.transpose(Image.Transpose.ROTATE_270).tobytes()
 
 
+def test_a_multi_picture_photograph_is_its_first() -> None:
+    """Cameras put previews behind it; Pillow counts them as frames."""
+    data = file_of(picture(40, 20, 1), "MPO", save_all=True, append_images=[picture(20, 10, 2)], quality=100)
+    got = read_picture(data, FIT)
+    assert (got.width, got.height) == (40, 20)
+    assert got.key == read_picture(file_of(picture(40, 20, 1), "JPEG", quality=100), FIT).key
+
+
 def _palette(image: Image.Image) -> bytes:
     small = Image.new("P", image.size, 1)
     small.putpalette([10, 20, 30, 200, 100, 50])

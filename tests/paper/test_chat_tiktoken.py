@@ -169,6 +169,7 @@ def test_cuts_are_where_the_rule_puts_them(text: str, most: int, run: int) -> No
 
 @pytest.mark.parametrize("letter", ["a", " ", "北", "🦊", "!", "1", "\n"])
 def test_long_runs_are_cut_and_come_back(letter: str) -> None:
+    assert (MAX_CHARACTERS, MAX_RUN) == (400_000, 25_000)  # as the publisher's code has them
     text = "x" + letter * (2 * MAX_RUN + 17)
     parts = list(pieces(text))
     assert max(map(len, parts)) <= MAX_RUN + 1 and len(parts) == 3

@@ -141,6 +141,8 @@ def test_reasoning_is_taken_under_either_name_and_inline() -> None:
     on = {"template_kwargs": {}}
     assert shown(USER, field, USER, **on) == shown(USER, inline, USER, **on)
     assert len(shown(USER, field, USER, **on)) > len(shown(USER, Message.of("assistant", "So."), USER, **on))
+    blank = Message.of("assistant", "So.", reasoning=" \n")
+    assert shown(USER, blank, USER, **on) == shown(USER, Message.of("assistant", "So."), USER, **on)
     assert "Hm." not in shown(USER, field, USER)  # without reasoning there is no place for it
 
 

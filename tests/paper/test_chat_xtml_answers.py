@@ -106,7 +106,8 @@ MARKUP = [
     END,
     *(f"{b}{t}{S}" for b in (O, C) for t in ("think", "response", "tools", "message", "call", "json")),
 ]
-BITS = [*MARKUP, f'{O}call tool="get_weather" index="1"{S}', f'{O}argument key="city" type="string"{S}', f"{C}argument{S}",
+BITS = [*MARKUP, f'{O}call tool="get_weather" index="1"{S}', f'{O}argument key="city" type="string"{S}',
+        f"{C}argument{S}",
         f'{O}argument key="days" type="number"{S}', "think", "tools", '{"city": "ж"}', '"', "{", "}", "\n", " ", "3",
         f'{O}json type="object"{S}', f"{O}argument", "```json\n"]  # fmt: skip
 
@@ -170,7 +171,8 @@ def test_the_first_and_a_later_turn_are_read_alike() -> None:
 @pytest.mark.parametrize(
     "body",
     [f'{O}json type="object"{S}{{"city": "x"}}{C}json{S}', f'{O}json{S}```json\n{{"city": "x"}}\n```{C}json{S}',
-     '{"city": "x"}', f'\n{O}json type="object"{S}\n{{"city": "x"}}\n{C}json{S}\n', f'{O}json type="object"{S}{{"city": "x"}}',
+     '{"city": "x"}', f'\n{O}json type="object"{S}\n{{"city": "x"}}\n{C}json{S}\n',
+     f'{O}json type="object"{S}{{"city": "x"}}',
      f'{O}argument key="city"{S}x{C}argument{S}', f'{O}argument type="string" key="city"{S}x{C}argument{S}',
      f'{O}argument key="city" type="string"{S}x'],
 )  # fmt: skip

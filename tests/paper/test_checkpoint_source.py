@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dayzero.checkpoint.config_json import read_object
 from dayzero.checkpoint.source import MAX_SPAN_BYTES, LocalSource, in_order, merge_ranges, open_source
-from dayzero.errors import CheckpointError, UsageError
+from dayzero.errors import CheckpointError, ConfigError, UsageError
 from tests.paper.files import write_checkpoint, write_safetensors
 
 BYTES = bytes(range(256)) * 4
@@ -237,3 +238,24 @@ def test_unreadable_file_is_one_sentence(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(source, "_fetch", refuse)
     with pytest.raises(CheckpointError, match=r"config\.json .*byte 0: Permission denied"):
         source.read("config.json", 0, 2)
+
+
+@pytest.mark.parametrize("name", ["other.json", "qwen3.config.json"])
+def test_a_json_file_is_a_config_alone_whatever_its_name(folder: Path, name: str) -> None:
+    (folder / "config.json").rename(folder / name)
+    source = open_source(str(folder / name))
+    assert source.config_only and list(source.files()) == ["config.json"]
+    assert source.text("config.json") == (folder / name).read_text()
+    assert source.path("config.json") == folder / name and source.stamp("config.json").startswith("mtime_ns:")
+
+
+def test_an_index_file_is_no_config(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UsageError, match="give the folder that holds it"):
+        open_source(str(folder / "model.safetensors.index.json"))
+
+
+def test_a_config_alone_is_named_in_its_errors(folder: Path) -> None:
+    (folder / "other.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"^\S*other\.json is not JSON"):
+        read_object(open_source(str(folder / "other.json")), "config.json")

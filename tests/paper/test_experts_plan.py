@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dayzero.commands.engine_options import EngineArguments, launch_of
 from dayzero.console import Console
 from dayzero.errors import UsageError
 from dayzero.ops.experts_sizes import SLICES, e4m3_expert_bytes, e4m3_row_bytes, ring_bytes
@@ -113,3 +115,24 @@ def test_one_format_of_inputs_for_all_layers() -> None:
     assert uses == ["moe.experts_fp8_128"] * len(spec.layers)
     assert [use for use in spec.contracts() if use.contract == "moe.experts_fp8_128"] == []
     assert rounded.params() == spec.params() and with_expert_inputs(rounded, "bf16") == spec
+
+
+def test_options_reach_the_engine() -> None:
+    given = EngineArguments(source="x", expert_memory="2GiB", expert_inputs="fp8_128")
+    config = launch_of(given).config
+    assert (config.expert_bytes, config.expert_inputs) == (2 << 30, "fp8_128")
+    plain = launch_of(EngineArguments(source="x")).config
+    assert (plain.expert_bytes, plain.expert_inputs) == (None, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"expert_memory": "0"}, "--expert-memory 0: a size must be above zero"),
+     ({"expert_memory": "much"}, "--expert-memory much: give a size"),
+     ({"expert_inputs": "fp4"}, "expert_inputs is 'fp4'; it must be one of bf16, fp8_128"),
+     ({"expert_memory": "1GiB", "upstream": True}, "need a recipe"),
+     ({"expert_inputs": "fp8_128", "upstream": True}, "need a recipe")],
+)  # fmt: skip
+def test_wrong_options_are_one_sentence(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        launch_of(EngineArguments(source="x", **options))

@@ -82,7 +82,7 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
     assert report.config["unread"] == []
     sound = run(tmp_path, config_of("qwen3_8b"))
     assert report.layers == sound.layers and report.cache == sound.cache
-    assert report.parameters == {"total": None, "active": None}
+    assert report.parameters["total"] is None and report.parameters["active"] is None
     assert report.config["effective"]["rope"] == sound.config["effective"]["rope"]
     assert report.config["effective"]["tie"] == {"tied": False, "source": "a stand-in: the config does not say"}
 

@@ -112,10 +112,15 @@ def test_half_fused_half_single_is_missing_and_unknown():
     assert all(".layers.0." in name for name in [*out.unknown, *out.missing])
 
 
-def test_vision_is_ignored_with_its_reason():
-    got = small("qwen3_5_35b_a3b")
-    seen = covered(got, headers(got) | {"model.visual.pos_embed.weight": Entry("BF16", (2304, 1152))})
-    assert "later part" in seen.ignored["model.visual.pos_embed.weight"]
+def test_a_tower_that_the_config_does_not_name_is_ignored_with_its_reason():
+    config = config_of("qwen3_5_35b_a3b")
+    tower = {name: entry for name, entry in headers(small("qwen3_5_35b_a3b")).items() if ".visual." in name}
+    assert len(tower) == 1 + 2 * (1 + 2 * 6 + 3)  # two blocks of six, each with a bias
+    del config["vision_config"]
+    got = opened(shrink(config, opened(config).recipe.twin, keep_vocab=False, changes={}))
+    seen = covered(got, headers(got) | tower)
+    assert seen.complete and set(seen.ignored) == set(tower)
+    assert "no vision_config" in seen.ignored["model.visual.pos_embed.weight"]
 
 
 def test_kimi_linear_accepts_both_shapes_of_convolution_and_rates():

@@ -511,6 +511,23 @@ def test_prompt_logprobs_are_whole_though_the_prompt_is_cached() -> None:
     assert driver.outputs["plain"][0].cached == 20
 
 
+@pytest.mark.parametrize("kind", ["dense", "window", "hybrid", "mixed"])
+def test_what_a_request_with_prompt_logprobs_computes_is_found_by_others(kind: str) -> None:
+    """It restores nothing itself, but leaves pages, and the snapshots without which a hybrid finds none of them."""
+    hits = []
+    for first in (0, None):
+        driver = Driver(layout_of(kind), 60)
+        driver.add(request("a", prompt(30), ignore_eos=True, prompt_logprobs=first))
+        driver.run()
+        driver.add(request("b", [*prompt(30), 7, 8], ignore_eos=True))
+        driver.run()
+        hits.append(driver.outputs["b"][0].cached)
+    assert hits[0] == hits[1] and (hits[0] or 0) >= 28
+    driver.add(request("c", prompt(30), ignore_eos=True, prompt_logprobs=0))
+    driver.run()
+    assert driver.outputs["c"][0].cached == 0 and len(driver.outputs["c"][0].prompt_logprobs or ()) == 29
+
+
 def test_prompt_logprobs_come_once_though_the_prompt_is_computed_twice() -> None:
     """Preempted in the middle of its prompt."""
     layout = LAYOUTS["dense", 4]

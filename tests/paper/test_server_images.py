@@ -87,7 +87,8 @@ def test_prompt_tokens_count_every_placeholder() -> None:
 IMAGE_TEMPLATE = """\
 {%- for m in messages %}<|start|>{{ m.role }}
 {% if m.content is string %}{{ m.content }}{% else %}
-{%- for part in m.content %}{% if part.type == 'image' or 'image_url' in part %}<|end|>{% else %}{{ part.text }}{% endif %}
+{%- for part in m.content %}
+{%- if part.type == 'image' or 'image_url' in part %}<|end|>{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}{% endfor %}"""
 
 
@@ -101,8 +102,10 @@ def test_a_template_writes_one_placeholder_and_as_many_are_sent_as_there_are_tok
     assert answer.status_code == 200, answer.text
     (request,) = engine.seen
     assert why_not(request, images) is None and request.prompt.count(258) == 7
+    assert client(on).get("/v1/models").json()["data"][0]["capabilities"]["images"] is True
     assert answer.json()["usage"]["prompt_tokens"] == len(request.prompt)
     blind = make(engine, full_chat())  # its template has no place for images
+    assert client(blind).get("/v1/models").json()["data"][0]["capabilities"]["images"] is False
     answer = client(blind).post(CHAT, json=ask(text("a"), image(A)))
     assert (answer.status_code, "chat format does not take" in answer.text) == (400, True)
 
@@ -128,6 +131,13 @@ def test_the_other_apis_take_images_too() -> None:
     assert second.status_code == 200, second.text
     keys = [request.media[0].key for request in on.engine.seen]
     assert len(keys) == 2 and keys[0] == keys[1]
+
+
+def test_a_resolution_that_is_asked_for_has_no_effect_and_is_named() -> None:
+    detailed = {"type": "image_url", "image_url": {"url": A, "detail": "low"}}
+    for parts, said in (([image(A)], None), ([detailed], "messages[].content[].image_url.detail")):
+        answer = client(world()).post(CHAT, json=ask(*parts))
+        assert answer.headers.get("x-dayzero-ignored") == said
 
 
 def test_models_say_that_images_are_taken() -> None:
@@ -166,8 +176,10 @@ def test_limits_on_images_are_400() -> None:
     answer = client(world(max_images=2)).post(CHAT, json=ask(image(A), image(B), image(C)))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     assert "3 images; at most 2" in answer.json()["error"]["message"]
-    answer = client(world(max_image_bytes=100)).post(CHAT, json=ask(image(A)))
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content")
+    for url in (A, "DATA" + A[4:]):
+        answer = client(world(max_image_bytes=100)).post(CHAT, json=ask(image(url)))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content")
+        assert "larger than 100 bytes" in answer.json()["error"]["message"]
     answer = client(world(max_image_pixels=30 * 41 - 1)).post(CHAT, json=ask(image(A)))
     assert answer.status_code == 400 and "30x41 pixels" in answer.json()["error"]["message"]
     long = client(world()).post(CHAT, json=ask(image(png_uri(1260, 1260))))  # 2025 tokens of at most 2000
@@ -232,6 +244,15 @@ def test_addresses_inside_are_refused_unless_they_are_named() -> None:
             with pytest.raises(UsageError, match=said) as caught:
                 fetch(address + path, take(hosts))
             assert "secret" not in str(caught.value)
+    for nowhere in (
+        "http://[::1",
+        "http://localhost:99999999/",
+        "http://\x00/",
+        "http:///x",
+        "https://" + "a" * 70 + "/",
+    ):
+        with pytest.raises(UsageError):
+            fetch(nowhere, take(("*",)))
 
 
 def test_a_host_that_never_answers_is_given_up() -> None:

@@ -74,6 +74,15 @@ def attention_paged(q_THD: Tensor, keys: Paged, values: Paged, **options: Any) -
     return by_row(attention_causal, q_THD, keys, values, **options)
 
 
+def attention_full(q_NHK: Tensor, k_MHK: Tensor, v_MHK: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    """``attention.full`` by the kernel of ``attention_causal``, which never holds all scores."""
+    if q_NHK.shape[0] == 0:
+        return torch.empty_like(q_NHK), q_NHK.new_zeros(q_NHK.shape[:2], dtype=torch.float32)
+    q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q_NHK, k_MHK, v_MHK))  # it takes rows to be packed
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+    return out[0].transpose(0, 1), lse[0].T
+
+
 def tiled(x_TK: Tensor, w_NK: Tensor | Mxfp4, bias_N: Tensor | None = None) -> Tensor:
     """``matmul``; a matrix in 4 bits is widened to x's dtype a tile of rows at a time."""
     if not isinstance(w_NK, Mxfp4):
