@@ -103,7 +103,12 @@ class CacheManager:
         return needs
 
     def open(
-        self, request_id: str, tokens: Sequence[int], *, salt: str | None = None, media: Sequence[Media] = (),
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        *,
+        salt: str | None = None,
+        media: Sequence[Media] = (),
         limit: int | None = None,
     ) -> Opened | None:
         """Begin a sequence whose first ``tokens`` are known: restore what can be restored (whole pages, never the last

@@ -77,9 +77,7 @@ def route(
     return ids_TN, weights_TN * scale
 
 
-def summed_by_expert(
-    x_TD: Tensor, ids_TN: Tensor, weights_TN: Tensor, one: Callable[[Tensor, int], Tensor]
-) -> Tensor:
+def summed_by_expert(x_TD: Tensor, ids_TN: Tensor, weights_TN: Tensor, one: Callable[[Tensor, int], Tensor]) -> Tensor:
     """sum over a token's experts of weight * one(x of the rows that chose it [R, D], expert) -> [T, D] in x's dtype.
 
     Experts are asked in ascending id, each that some token chose once; the sum runs in f32 in that order. An id of -1

@@ -179,7 +179,7 @@ class Pooling:
 def pool(
     q_THD: Tensor, weights_TH: Tensor, keys: Paged, pooling: Pooling, *, scale: float, pools: int
 ) -> Tensor:  # fmt: skip
-    """[T, pooling.width(pools)] int64: rows of the best ``pools`` pools, as ``pooling`` says. weights as in ``score``."""
+    """[T, pooling.width(pools)] int64: rows of the best ``pools`` pools by ``pooling``. weights: see ``score``."""
     size, gates, bias_SD = pooling.size, pooling.gates, pooling.bias_SD
     out_TK = torch.full((q_THD.shape[0], pooling.width(pools)), -1, dtype=torch.int64, device=q_THD.device)
     for span, rows, start in query_blocks(keys, _QUERIES_AT_ONCE):

@@ -138,9 +138,7 @@ class _Trials:
         scratch, image = workspace_bytes(self.spec, self.model.by_param, mesh), image_bytes(self.spec)
         experts = stage_bytes(self.model, mesh, bounds, experts_only=True)
         swapped = [self._swapping(size, mesh) for size in experts]
-        weights = [
-            size - (swap.total - swap.held if swap else 0) for size, swap in zip(weights, swapped, strict=True)
-        ]
+        weights = [size - (swap.total - swap.held if swap else 0) for size, swap in zip(weights, swapped, strict=True)]
         if mesh.tp not in self._caches:
             self._caches[mesh.tp] = cache_by_layer(self.spec, mesh.tp, self.options.cache, self.context)
         caches = self._caches[mesh.tp]

@@ -20,7 +20,7 @@ def activation_bytes(spec: ModelSpec, tokens: int, context: int, element: int = 
         if isinstance(layer.mixer, MLA) and layer.mixer.index is not None
     ]
     shared = [tiles.chosen_bytes(tokens, index.width) for index in _indexes(spec) if index.shared]
-    return max(6 * element * spec.dim * tokens + max(shared, default=0), *listed)
+    return max([6 * element * spec.dim * tokens + max(shared, default=0), *listed])
 
 
 def _indexes(spec: ModelSpec) -> list[AnyIndex]:

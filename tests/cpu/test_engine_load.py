@@ -71,22 +71,37 @@ def test_no_original_is_kept_beside_its_packed_form(folder: Path) -> None:
 
 
 def test_the_fast_operators_are_bound_and_agree_with_the_references(folder: Path) -> None:
-    """In bf16 both round at every operator, so only the order of two near tokens may differ: logits, not tokens."""
+    """In bf16 both round at every operator, so only the order of two near tokens may differ: logits, not tokens. Where
+    a router's choice between two near experts turned, another function is computed: such tokens are counted."""
     fast, _ = load(str(folder), "bfloat16")
     plain, _ = load(str(folder), "bfloat16", bindings=(("*", "reference"),))
     assert fast.info.facts["bindings"] and not plain.info.facts["bindings"]
     tokens = prompt_ids(40, 3)
-    got, want = (_logits(loaded.stack, tokens) for loaded in (fast, plain))
+    (got, got_ids), (want, want_ids) = (_logits(loaded.stack, tokens) for loaded in (fast, plain))
+    turned = torch.zeros(len(tokens), dtype=torch.bool)
+    for site, ids in want_ids.items():
+        turned |= (ids.sort(-1).values != got_ids[site].sort(-1).values).any(-1)
+    assert int(turned.sum()) <= 2
+    got, want = got[~turned], want[~turned]
     spread = float(want.std())
     # 2^-8 a rounding, about ten roundings on the way through a layer and four layers, half of them to either side.
     assert float((got - want).abs().max()) < 40 * 2**-8 * spread
     assert float((got - want).norm() / want.norm()) < 10 * 2**-8
 
 
-def _logits(stack: Stack, tokens: list[int]) -> torch.Tensor:
+def _logits(stack: Stack, tokens: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(logits [T, V], layer -> chosen experts [T, N])."""
     from dayzero.blocks.local_cache import LocalCache
 
-    return stack.head(stack.forward(LocalCache(stack.spec, torch.bfloat16).view(tokens)))
+    seen: dict[str, torch.Tensor] = {}
+
+    def tap(site: str, value: torch.Tensor) -> None:
+        if site.endswith(".experts"):
+            seen[site] = value.clone()
+
+    tapped = Stack(stack.spec, stack.load, bind=stack.site.bind, prepack=stack.site.prepack, tap=tap)
+    view = LocalCache(stack.spec, torch.bfloat16).view(tokens)
+    return tapped.head(tapped.forward(view)), seen
 
 
 @pytest.fixture(scope="module")

@@ -99,9 +99,7 @@ def listed(t, kind, config, scores):
 
 
 def attend(x, query, weight, lists, config):
-    heads, width, shared, size = (
-        config[n] for n in ("num_attention_heads", "head_dim", "shared_dim", "v_head_dim")
-    )
+    heads, width, shared, size = (config[n] for n in ("num_attention_heads", "head_dim", "shared_dim", "v_head_dim"))
     rank, own = config["kv_lora_rank"], width - shared
     q = (query @ weight("self_attn.q_b_proj").T).reshape(len(x), heads, width)
     both = x @ weight("self_attn.kv_a_proj").T

@@ -32,9 +32,7 @@ def spec(raw: Raw) -> ModelSpec:
         dim, raw.int("num_attention_heads", least=1), raw.int("q_lora_rank"), raw.int("kv_lora_rank"),
         width - shared, shared, raw.int("v_head_dim"), None, width**-0.5, norm.eps,
     )  # fmt: skip
-    layers = [
-        LayerSpec(replace(latent, index=indexes[kind]), glu, Plain(norm)) for kind in raw.list("layer_index")
-    ]
+    layers = [LayerSpec(replace(latent, index=indexes[kind]), glu, Plain(norm)) for kind in raw.list("layer_index")]
     return common.assemble("pond", raw, None, layers, raw.int("max_position_embeddings", least=1))
 
 
