@@ -62,8 +62,9 @@ FORMATS = {f.name: f for f in PLAIN_FORMATS + QUANTIZED_FORMATS}
 class Mxfp4:
     """A matrix [R, C], or a stack of them [E, R, C], in the 4 bits an element that a checkpoint stores.
 
-    codes: uint8 [..., R, C / 2], two e2m1 codes a byte, the first column in the low half. scales: uint8 [..., R, C / 32],
-    the exponents (e8m0, biased by 127) of groups along a row; none is NaN (255). Both may be views, of any strides.
+    codes: uint8 [..., R, C / 2], two e2m1 codes a byte, the first column in the low half. scales: uint8
+    [..., R, C / 32], the exponents (e8m0, biased by 127) of groups along a row; none is NaN (255). Both may be views,
+    of any strides.
     Indexed by a number it gives that slice, by a slice these rows or matrices, as a tensor does.
     """
 

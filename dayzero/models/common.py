@@ -189,8 +189,8 @@ def twin(sizes: Mapping[str, Any]) -> TwinSizes:
     """A recipe's ``TWIN``: config -> sizes of a small copy, by dotted key from the root.
 
     sizes: keys of the text config, dotted below it. ``?`` before a key: only where the config has it (a spelling among
-    several). ``/`` first: from the root. Token ids beyond the small vocabulary move to 256 and up, equal ids alike, but for
-    those that ``sizes`` gives.
+    several). ``/`` first: from the root. Token ids beyond the small vocabulary move to 256 and up, equal ids alike, but
+    for those that ``sizes`` gives.
     """
 
     def small(config: Mapping[str, Any]) -> dict[str, Any]:
