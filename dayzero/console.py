@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import textwrap
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from dayzero.errors import UserError
 from dayzero.finding import LAYERS, Finding, Verdict
@@ -30,7 +31,7 @@ PIPED_INTERVAL_SECONDS = 10.0
 NUM_EVIDENCE_SHOWN = 8
 MOST_OF_A_KIND = 3
 PIPED_WIDTH = 120
-_WRAP = textwrap.TextWrapper(PIPED_WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+_GAP = 2  # blanks between the columns of a table
 STYLES: Mapping[str, str] = {"pass": "green", "note": "yellow", "fail": "bold red"}
 
 
@@ -149,7 +150,8 @@ class Progress:
             return
         while True:
             line = self.text(time.monotonic() - self._began)
-            if not self._write(f"\r\x1b[2K{line}" if self._terminal else line + "\n"):
+            # a line that is longer than the terminal is wide cannot be drawn over
+            if not self._write(f"\r\x1b[2K{line[: _columns(self._stream) - 1]}" if self._terminal else line + "\n"):
                 return
             if self._stop.wait(0.25 if self._terminal else PIPED_INTERVAL_SECONDS):
                 break
@@ -190,10 +192,11 @@ def plain(value: Any) -> Any:
 
 
 def short_list(names: Sequence[str], show_all: bool = False) -> str:
-    """At most eight names, then how many more there are."""
+    """At most eight names, then how many more there are; between semicolons where a name holds a comma itself."""
     shown = names if show_all else names[:NUM_EVIDENCE_SHOWN]
     left = len(names) - len(shown)
-    return ", ".join(shown) + (f", +{left} more" if left else "")
+    gap = "; " if any(", " in name for name in shown) else ", "
+    return gap.join([*shown, f"+{left} more"] if left else shown)
 
 
 class Console:
@@ -222,9 +225,12 @@ class Console:
                 def on_broken_pipe(self) -> None:
                     raise  # rich would exit with 1, which is a verdict here
 
-            width = None if self._stdout.isatty() else PIPED_WIDTH
-            self._made = Strict(file=self._stdout, width=width, highlight=False, markup=False, emoji=False)
+            self._made = Strict(file=self._stdout, width=self._width, highlight=False, markup=False, emoji=False)
         return self._made
+
+    @property
+    def _width(self) -> int:
+        return _columns(self._stdout) if self._stdout.isatty() else PIPED_WIDTH
 
     def _print(self, *pieces: tuple[str, str]) -> None:
         """One line made of (text, style) pieces, never wrapped and never read as markup."""
@@ -250,7 +256,11 @@ class Console:
 
     def words(self, label: str, words: Iterable[str]) -> None:
         """``label: a, b, c`` for a person, wrapped between words and set in below the first line."""
-        self.line("\n".join(_WRAP.wrap(f"{label}: {', '.join(words)}")))
+        text = f"{label}: {', '.join(words)}"
+        wrapper = textwrap.TextWrapper(
+            self._width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        self.line(wrapper.fill(text))
 
     def result(self, text: str) -> None:
         """A line the caller asked for by name, printed as it is even when quiet; nothing with ``json_mode``."""
@@ -279,9 +289,11 @@ class Console:
             pad_edge=False,
             show_header=any(columns),
         )
+        widths = _widths([columns, *cells], self._width)
         for index, column in enumerate(columns):
             numeric = bool(cells) and all(row[index][:1].isdigit() for row in cells)
-            table.add_column(Text(clean(column)), justify="right" if numeric else "left", overflow="fold")
+            justify: Literal["left", "right"] = "right" if numeric else "left"
+            table.add_column(Text(clean(column)), justify=justify, overflow="fold", width=widths[index])
         for row in cells:
             table.add_row(*(Text(cell) for cell in row))
         with self._rich.capture() as capture:
@@ -352,6 +364,29 @@ class Console:
         """As ``error``, for what is no UserError: wrong options, an interrupted run, a bug."""
         self._stderr.write(f"error: {clean(message)}\n")
         self.emit_json({"error": {"kind": kind, "message": message, "exit_code": exit_code}})
+
+
+def _columns(terminal: TextIO) -> int:
+    """Its width; 80 where it does not say."""
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Widths of a table's columns, so that together they fit into ``room``: the widest first becomes narrower as long
+    as its words stay whole; where that is not enough, words are cut."""
+    from rich.cells import cell_len
+
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(cell_len, column)) for column in columns]
+    words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    room -= _GAP * (len(widths) - 1)
+    while sum(widths) > room and max(widths) > 1:
+        at = max(range(len(widths)), key=lambda at: (widths[at] > words[at], widths[at]))
+        widths[at] -= 1
+    return widths
 
 
 def _cell(value: object) -> str:

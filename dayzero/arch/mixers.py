@@ -164,13 +164,14 @@ class MLA:
 
     def contracts(self, p: str) -> list[OpUse]:
         names = ("q",) if self.q_rank is None else ("q_a", "q_b")
-        out = [linear_use(f"{p}.{n}") for n in (*names, "kv_a", "o")]  # kv_b is an operand of attend
+        out = [linear_use(f"{p}.{n}") for n in (*names, "kv_a", "o")]
         if self.q_rank is not None:
             out.append(self.norm(self.q_rank).use(f"{p}.q_a_norm"))
         out.append(self.norm(self.kv_rank).use(f"{p}.kv_a_norm"))
         if self.index is None:
             out.append(OpUse("latent.attend_absorbed", f"{p}.attend"))
         else:
+            out.append(OpUse("latent.absorb", f"{p}.kv_b"))  # once, when it is loaded; else an operand of attend
             out.append(OpUse("attention.sparse", f"{p}.attend", (("latent", True),)))
         if self.rope:
             out.append(rope_use(self.rope, f"{p}.rope"))

@@ -24,7 +24,7 @@ MAX_PIXELS = 64_000_000
 # What decoders raise for damaged files; UnidentifiedImageError is an OSError.
 DAMAGE = (
     OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error,
-    zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning,
+    zlib.error,
 )  # fmt: skip
 
 
@@ -42,6 +42,9 @@ def read_picture(data: bytes, rule: PixelRule, max_pixels: int = MAX_PIXELS) -> 
             return make_picture(upright, rule)
     except UsageError:
         raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        # Pillow's own limit, met while the head is read: before our check, or where ours is wider.
+        raise UsageError(f"an image has too many pixels; at most {max_pixels} are taken ({_said(error)}).") from error
     except DAMAGE as error:
         known = ", ".join(FORMATS)
         raise UsageError(f"an image cannot be read ({_said(error)}); send a whole file of {known}.") from error

@@ -92,5 +92,5 @@ def _ids(value: Any, where: str) -> list[int]:
     items = value if isinstance(value, list) else [] if value is None else [value]
     for item in items:
         if type(item) is not int or item < 0:
-            raise ConfigError(f"{where}: eos_token_id holds {str(item)[:40]!r}; give a whole number >= 0, or a list.")
+            raise ConfigError(f"{where}: eos_token_id holds {item!r:.40}; give a whole number >= 0, or a list.")
     return items

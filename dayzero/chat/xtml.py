@@ -10,7 +10,7 @@ said to refuse it.
 
 chat_template_kwargs: thinking or enable_thinking (on by default; a reasoning_effort of ``none`` and a named function
 switch it off, the latter because the model knows that choice only without reasoning), reasoning_effort or
-thinking_effort (low, medium, high, max; max by default as in the publisher's tokenizer, null leaves the message out).
+thinking_effort (low, medium, high, max; only one that is given is said to the model).
 The reasoning of earlier turns is always shown, so preserve_thinking cannot be false.
 """
 
@@ -251,7 +251,9 @@ def _thinking(conversation: Conversation) -> tuple[bool, str | None]:
             "chat_template_kwargs",
             "preserve_thinking cannot be false: this model's format always shows the reasoning of earlier turns.",
         )
-    said = asked.get("thinking_effort", asked.get("reasoning_effort", "max"))
+    # Without one there is no message: the published format has it only where an effort is given. Some ports put `max`
+    # there; then a plain request would come to some hundred more prompt tokens than the publisher counts.
+    said = asked.get("thinking_effort", asked.get("reasoning_effort"))
     if said not in (None, "none", *EFFORTS):
         raise FieldError("reasoning_effort", f"reasoning_effort is {said!r}; this model knows {', '.join(EFFORTS)}.")
     thinking = bool(asked.get("thinking", asked.get("enable_thinking", said != "none")))

@@ -230,7 +230,7 @@ def _stored_entry(name: str, value: Any) -> _Stored | str:
         return f"lacks {', '.join(missing)}"
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or not dtype or _printable(dtype) != dtype:
-        return f"has a dtype that is no text: {str(dtype)[:40]!r}"
+        return f"has a dtype that is no text: {dtype!r:.40}"
     if not _are_sizes(shape):
         return f"has a shape that is no list of whole numbers from 0 to 2^63: {str(shape)[:60]}"
     if not _are_sizes(offsets) or len(offsets) != 2:

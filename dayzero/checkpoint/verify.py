@@ -126,7 +126,7 @@ def _json_pairs(text: str, name: str) -> Iterator[tuple[str, str]]:
     for file, value in pairs:
         digest = value.lower().removeprefix("sha256:") if isinstance(value, str) else ""
         if not SHA256_HEX.fullmatch(digest):
-            raise UsageError(f"the manifest {name} gives no SHA-256 in hex for {file}: {str(value)[:80]!r}.")
+            raise UsageError(f"the manifest {name} gives no SHA-256 in hex for {file}: {value!r:.80}.")
         yield file, digest
 
 

@@ -29,8 +29,7 @@ class InProcessEngine:
 
     def submit(self, requests: Sequence[NewRequest]) -> None:
         """Take requests; their outputs come from ``outputs``. EngineDead after ``close``."""
-        if self._closed:
-            raise EngineDead("the engine was closed; make a new one")
+        self._check_open()
         for request in requests:
             self._unread[request.id] = deque()
         self._loop.take(Submit(list(requests)))
@@ -55,10 +54,12 @@ class InProcessEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request and drop what has not been read of it. Unknown ids are ignored."""
-        if self._unread.pop(request_id, None) is not None:
+        if self._unread.pop(request_id, None) is not None and not self._closed:
             self._loop.take(Abort([request_id]))
 
     def progress(self) -> Progress:
+        """EngineDead after ``close``."""
+        self._check_open()
         return self._loop.progress()
 
     def close(self) -> None:
@@ -69,6 +70,10 @@ class InProcessEngine:
             self._turn()
             self._loop.close()
             del self._loop
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine was closed; make a new one")
 
     def _turn(self) -> bool:
         """One turn of the loop. Whether anything has come of it."""

@@ -9,6 +9,9 @@ import msgspec
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.executor import Executor
+from dayzero.errors import UsageError
+
+MAX_THREADS = 1024  # more than any machine has cores; a number beyond is a slip
 
 ExecutorKind = Literal["local", "upstream"]
 
@@ -27,11 +30,18 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     source: str
     config: EngineConfig
     recipe: str | None = None
-    executor: ExecutorKind = "local"
+    executor: MAX_THREADS = 1024  # more than any machine has cores; a number beyond is a slip
+
+ExecutorKind = "local"
     remote_code: bool = False
     threads: int | None = None
     stop_ids: tuple[int, ...] = ()
     defaults: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        """UsageError for a number of threads that is none."""
+        if self.threads is not None and (type(self.threads) is not int or not 1 <= self.threads <= MAX_THREADS):
+            raise UsageError(f"threads is {self.threads!r}; it must be a whole number from 1 to {MAX_THREADS}")
 
 
 class LoadProgress(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import count
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -90,7 +90,7 @@ class LLM:
         its ``error``.
         """
         each = _prompts(prompts)
-        own = [params or self.default_params] * len(each) if not isinstance(params, Sequence) else list(params)
+        own = list(params) if isinstance(params, list | tuple) else [params or self.default_params] * len(each)
         if len(own) != len(each):
             raise UsageError(f"{len(each)} prompts came with {len(own)} params; give one for each, or one for all")
         asked = [one for prompt, its in zip(each, own) for one in self._requests(prompt, its)]
@@ -149,6 +149,8 @@ class LLM:
         if encoding is None:
             raise UsageError(self._chat.why_no_chat)
         info = self.info.images
+        if not isinstance(messages, list | tuple):
+            raise UsageError(f"messages is a {type(messages).__name__}; give a list of messages")
         turns = [turn_of(number, message, info) for number, message in enumerate(messages)]
         conversation = Conversation(turns, tools, template_kwargs=template_kwargs)
         conversation.check()
@@ -213,6 +215,8 @@ class LLM:
 
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[tuple[int, str | None, NewRequest]]:
         """(index, text, request) of each of ``n`` answers, checked."""
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"params is a {type(params).__name__}; give SamplingParams, one for all or a list of them")
         text = prompt if isinstance(prompt, str) else None
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         info = self.info
@@ -263,10 +267,13 @@ def _launch(path: str, options: dict[str, Any]) -> LaunchSpec:
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt as a list of one. UsageError for what is neither texts nor ids: the bytes of a text would pass
+    for ids, and the keys of a mapping for texts."""
     if isinstance(prompts, str):
         return [prompts]
-    if not prompts:
-        return []
-    if all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    each = list(prompts) if isinstance(prompts, list | tuple | range) else None
+    if each and all(isinstance(item, int) for item in each):
+        return [cast(list[int], each)]
+    if each is None or not all(isinstance(item, str | list | tuple | range) for item in each):
+        raise UsageError("prompts must be a text, a list of token ids, or a list of texts and lists of token ids")
+    return each

@@ -39,8 +39,12 @@ def read_kinds(raw: Raw, num_layers: int) -> list[str]:
     return kinds
 
 
-def read_delta(raw: Raw, dim: int, eps: float) -> Delta:
-    """Delta attention from linear_attn_config, or from the flat keys that a library writes instead."""
+def read_delta(raw: Raw, dim: int, eps: float, *, bounded: bool = False) -> Delta:
+    """Delta attention from linear_attn_config, or from the flat keys that a library writes instead.
+
+    bounded: the family's decay has a lower bound, which must be given: without it another function would be computed,
+    and its text would read well for a while.
+    """
     part = raw.sub_or_none("linear_attn_config")
     flat = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     if part is None:
@@ -51,7 +55,7 @@ def read_delta(raw: Raw, dim: int, eps: float) -> Delta:
         for key, value in zip(flat, (heads, head_dim, conv), strict=True):
             restates(raw, key, value)
     full_rank = part is not None and part.has("use_full_rank_gate") and part.bool("use_full_rank_gate")
-    bounded = part is not None and part.has("gate_lower_bound")
+    bounded = bounded or (part is not None and part.has("gate_lower_bound"))
     return Delta(
         dim=dim,
         heads=heads,

@@ -46,7 +46,7 @@ def spec(raw: Raw) -> ModelSpec:
     read_no_rope(text)
     norm, every = read_norm(text, sizes.dim), text.int("attn_res_block_size", least=1)
     kinds = read_kinds(text, num_layers)
-    delta = read_delta(text, sizes.dim, norm.eps)
+    delta = read_delta(text, sizes.dim, norm.eps, bounded=True)
     latent = sizes.mixer(rope=None, gate=text.bool("mla_use_output_gate"))
     indexed = _read_index(text, latent, kinds, norm.eps)
     channels = _read_channels(text, norm, num_layers)

@@ -167,7 +167,7 @@ def _entry_text(entry: Mapping[str, Any]) -> str:
 def unknown_family(nearest: Nearest, facts: Mapping[str, Any], operators: Operators) -> list[Finding]:
     """No recipe covers the model: the differences from the nearest family, and whose reading the values are."""
     told = [f"unread key: {key}" for key in nearest.unread]
-    told += [f"{nearest.name} needs: {fault}" for fault in nearest.absent]
+    told += [f"{nearest.name} needs: {fault.removesuffix('.')}" for fault in nearest.absent]
     told += [f"tensors only here: {pattern}" for pattern in nearest.tensors["only_here"]]
     told += [f"tensors {nearest.name} would need: {pattern}" for pattern in nearest.tensors["only_there"]]
     told += [f"kind of layer that no operator is known for: {kind}" for kind in nearest.foreign_kinds]

@@ -37,6 +37,8 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
     context = options.context or spec.max_positions
     if context < 1 or options.concurrency < 1:
         raise UsageError("--context and --concurrency must be at least 1.")
+    if context > spec.max_positions:
+        raise UsageError(f"--context {context} is beyond the model's context of {spec.max_positions}; give fewer.")
     if options.expert_bytes is not None and not _has_experts(spec):
         raise UsageError(f"--expert-memory: {spec.family} has no experts; leave the option out.")
     trials = _Trials(model, hardware, options, context)

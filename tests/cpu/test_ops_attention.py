@@ -11,8 +11,10 @@ from ops_support import close, poisoned_memory  # noqa: F401
 from torch import Tensor
 
 from dayzero.ops import attention
+from dayzero.ops import sparse_attention as sparse
 from dayzero.ops.cases_mixers import causal_lists
 from dayzero.ops.random_inputs import Inputs
+from dayzero.view import Paged, Span
 
 
 def _inputs(queries: int, start: int, heads: int = 4, key_heads: int = 2, width: int = 16) -> dict[str, Any]:
@@ -108,27 +110,41 @@ def test_chunks_of_queries_give_the_same_bits(chunk: int) -> None:
         assert torch.equal(lse, whole_lse[first:last])
 
 
-@pytest.mark.parametrize("form", [attention.sparse, attention.sparse_gather], ids=["masked", "gather"])
+FORMS = {"reference": sparse.sparse, "gather": sparse.sparse_gather, "masked": sparse.sparse_masked}
+
+
+def _paged(rows_LKD: Tensor, queries: int) -> Paged:
+    """Records of one sequence, the last ``queries`` of which are the step's."""
+    start = len(rows_LKD) - queries
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([[0]], [0], [0, queries], [start])]
+    return Paged(rows_LKD[None], *ints, (Span(0, 0, queries, start),))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_sparse_reads_the_listed_rows_and_no_others(form: Any) -> None:
     rows = 12
     q, k = torch.zeros(3, 1, 8), torch.zeros(rows, 1, 8)
     lists = torch.tensor([[2, 9, -1], [0, 10, 11], [-1, -1, -1]])
-    out, lse = form(q, k, torch.eye(rows)[:, None], lists, start=9, scale=1.0)
-    assert _seen(out) == [[2, 9], [0, 10], []]  # row 11 lies after the second query, which stands at 10
+    out, lse = form(q, _paged(k, 3), _paged(torch.eye(rows)[:, None], 3), lists, scale=1.0)
+    assert _seen(out) == [[2, 9], [0, 10, 11], []]  # the list alone says what is seen
     assert lse[2, 0] == float("-inf")
     assert not out[2].any()
 
 
-def test_gather_equals_masked_equals_dense_when_everything_is_listed() -> None:
+@pytest.mark.parametrize("options", [{}, {"sinks_H": torch.tensor([1.0, -1.0, 0.0, 4.0])}, {"softcap": 2.0}], ids=str)
+def test_every_form_agrees_and_is_dense_attention_when_everything_is_listed(options: dict[str, Any]) -> None:
     inputs = _inputs(17, 40)
-    few = causal_lists(Inputs(5), 17, 40, 6)
-    for options in ({}, {"sinks_H": torch.tensor([1.0, -1.0, 0.0, 4.0])}, {"softcap": 2.0}):
-        masked = attention.sparse(**inputs, allowed_TN=few, **options)
-        for got, want in zip(attention.sparse_gather(**inputs, allowed_TN=few, **options), masked):
-            close(got, want, 1e-6)
-        everything = causal_lists(Inputs(5), 17, 40, 57)
+    q, scale = inputs["q_THD"], inputs["scale"]
+    keys, values = _paged(inputs["k_LKD"], 17), _paged(inputs["v_LKV"], 17)
+    few, everything = (causal_lists(Inputs(5), 17, 40, num) for num in (6, 57))
+    for form in FORMS.values():
         for got, want in zip(
-            attention.sparse(**inputs, allowed_TN=everything, **options), attention.causal(**inputs, **options)
+            form(q, keys, values, few, scale=scale, **options),
+            sparse.sparse(q, keys, values, few, scale=scale, **options),
+        ):
+            close(got, want, 1e-6)
+        for got, want in zip(
+            form(q, keys, values, everything, scale=scale, **options), attention.causal(**inputs, **options)
         ):
             close(got, want, 1e-6)
 

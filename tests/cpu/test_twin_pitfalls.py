@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +129,34 @@ def norm_of_each_expert(experts: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def weights_first(experts: Callable[..., Any]) -> Callable[..., Any]:
+    """Each expert's input is weighted, in the place of its output."""
+
+    def wrong(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **options: Any) -> Tensor:
+        ones = torch.ones_like(weights[:, :1])
+        parts = (experts(x * weights[:, n, None], ids[:, n : n + 1], ones, *rest, **options) for n in range(4))
+        return torch.stack(list(parts)).sum(0)
+
+    return wrong
+
+
+def before_its_norm(run: Run, norm_end: str, reader_end: str) -> Run:
+    """What reads a norm's output at one site reads its input there."""
+    raw: list[Tensor] = []
+
+    def norm(made: Callable[..., Any]) -> Callable[..., Any]:
+        def kept(x: Tensor, *rest: Any, **options: Any) -> Tensor:
+            raw[:] = [x]
+            return made(x, *rest, **options)
+
+        return kept
+
+    def reader(made: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *rest, **options: made(raw[0], *rest, **options)
+
+    return run.op("norm.rms", norm, norm_end).op("linear.matmul", reader, reader_end)
+
+
 def mix_of_unit_values(mix: Callable[..., Any]) -> Callable[..., Any]:
     def unit(x: Tensor) -> Tensor:
         return torch.nn.functional.rms_norm(x, (x.shape[-1],))
@@ -146,6 +175,11 @@ def second_as(change: Callable[[Tensor], Tensor]) -> Wrap:
         return wrong
 
     return wrap
+
+
+def rounded_input(place: int) -> Wrap:
+    """One of an operator's inputs, by its place, rounded to bf16."""
+    return lambda made: lambda *args: made(*(rounded(a) if n == place else a for n, a in enumerate(args)))
 
 
 def index_change(**over: Any) -> Callable[[MLA], MLA]:
@@ -167,6 +201,8 @@ MISTAKES: Mapping[str, Callable[[Run], Run]] = {
     "the write strength through a sigmoid twice": lambda r: r.op(
         "linear.matmul", lambda f: lambda x, w, b: torch.sigmoid(f(x, w, b)), "mixer.beta"
     ),
+    "the write strength rounded to bf16": lambda r: r.op("recurrence.delta", rounded_input(4)),
+    "the decay rounded to bf16": lambda r: r.op("recurrence.delta", rounded_input(3)),
     "a state with values first": lambda r: r.op(
         "recurrence.delta", second_as(lambda s: s.transpose(1, 2).contiguous())
     ),
@@ -178,11 +214,13 @@ MISTAKES: Mapping[str, Callable[[Run], Run]] = {
     "a scale without the shared part": lambda r: r.mixers(MLA, lambda m: replace(m, softmax_scale=m.nope**-0.5)),
     "latent norms with the layers' eps": lambda r: r.mixers(MLA, lambda m: replace(m, norm_eps=1e-5)),
     "no gate on latent attention": lambda r: r.op("attention.gate", lambda f: lambda out, gate: out),
+    "gates from the stream before its norm": lambda r: before_its_norm(r, ".mixer_norm", ".mixer.gate"),
     "keys and values exchanged": lambda r: r.values(".kv_b", heads_by(lambda k, v: [v, k])),
     # the sparse index
     "every position": lambda r: r.mixers(MLA, index_change(top_k=4096)),
     "a position fewer": lambda r: r.mixers(MLA, index_change(top_k=7)),
     "a turned index": lambda r: r.mixers(MLA, index_change(rope=TURN)),
+    "index queries from the latent before its norm": lambda r: before_its_norm(r, ".q_a_norm", ".index.q"),
     "index keys without the norm's bias": lambda r: r.values(".k_norm_bias", torch.zeros_like),
     # attention residuals
     "a block longer by a layer": lambda r: replace(
@@ -190,6 +228,9 @@ MISTAKES: Mapping[str, Callable[[Run], Run]] = {
         spec=replace(r.spec, layers=tuple(replace(x, residual=AttnRes(x.residual.norm, 5, 2)) for x in r.spec.layers)),
     ),
     "a mix of normed values": lambda r: r.op("residual.attn_mix", mix_of_unit_values),
+    "a mix with the gamma on its values": lambda r: r.op(
+        "residual.attn_mix", lambda f: lambda p, b, n, w, eps: f(p, b, n, w, eps=eps) * n
+    ),
     "the mix's query rounded to bf16": lambda r: r.op(
         "residual.attn_mix", lambda f: lambda p, b, n, w, eps: f(p, b, torch.ones_like(n), rounded(n * w), eps=eps)
     ),
@@ -202,6 +243,10 @@ MISTAKES: Mapping[str, Callable[[Run], Run]] = {
     "silu": lambda r: r.channels(acts(lambda a: Activation())),
     "no bound on the linear part": lambda r: r.channels(acts(lambda a: replace(a, linear_beta=1e6))),
     "the router's bias rounded to bf16": lambda r: r.values(".router_bias", rounded),
+    "the router's logits rounded to bf16": lambda r: r.op(
+        "linear.matmul_f32", lambda f: lambda x, w, b: rounded(f(x, w, b)), ".router"
+    ),
+    "weights in front of the experts": lambda r: r.op("moe.experts", weights_first),
     "weights with the bias": lambda r: r.op("moe.route", biased_weights),
     "weights not renormalised": lambda r: r.channels(routers(renormalise=False)),
     "another scale of the experts": lambda r: r.channels(routers(scale=2.446)),
@@ -219,8 +264,13 @@ MISTAKES: Mapping[str, Callable[[Run], Run]] = {
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    model = open_model(str(write_small("kimi_k31", tmp_path_factory.mktemp("twin"))), dtype=torch.float32)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small("kimi_k31", tmp_path_factory.mktemp("twin"))
+
+
+@pytest.fixture(scope="module")
+def right(folder: Path) -> Run:
+    model = open_model(str(folder), dtype=torch.float32)
     names = [d.name for d in model.spec.params() if not d.name.startswith(("vision.", "projector."))]
     prefixes = dict.fromkeys(".".join(n.split(".")[: 2 if n.startswith("layers.") else 1]) for n in names)
     return Run(model.spec, {n: v for p in prefixes for n, v in model.loader.load(p).items()}, [])
@@ -234,6 +284,20 @@ def wanted(right: Run) -> Tensor:
 def distance(got: Tensor, want: Tensor) -> float:
     """Largest difference, of the spread of the wanted logits."""
     return float((got - want).abs().max() / (want.max() - want.min()))
+
+
+def test_what_is_published_in_float32_stays_so_in_a_model_of_bf16(folder: Path, right: Run) -> None:
+    """Rates, step biases, taps, the output norm, the router's bias: to the bit, and of the length without padding."""
+    model = open_model(str(folder), dtype=torch.bfloat16)
+    loaded = {n: v for i in range(len(model.spec.layers)) for n, v in model.loader.load(f"layers.{i}").items()}
+    wide = {n for n, v in loaded.items() if v.dtype == torch.float32}
+    words = ("a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm", "router_bias")
+    assert {n.rpartition(".")[2] for n in wide} == set(words)
+    assert wide == {n for n in loaded if n.endswith(words)}
+    for name in sorted(wide):
+        assert torch.equal(loaded[name], right.params[name]), name
+        assert not torch.equal(rounded(loaded[name]), loaded[name]), f"{name}: a rounding would not be seen"
+    assert {len(v) for n, v in loaded.items() if n.endswith(".a_log")} == {4}
 
 
 def test_the_right_model_is_the_same_again(right: Run, wanted: Tensor) -> None:

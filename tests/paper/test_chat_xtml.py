@@ -118,7 +118,8 @@ def test_where_the_answer_begins() -> None:
 def test_each_effort_is_said_to_the_model(effort: str) -> None:
     for name in ("reasoning_effort", "thinking_effort"):
         assert f"`thinking_effort={effort}`" in shown(USER, template_kwargs={name: effort})
-    assert "thinking-effort" not in shown(USER, template_kwargs={"thinking_effort": None})
+    for unsaid in ({}, {"thinking_effort": None}, {"reasoning_effort": "none", "thinking": True}, {"thinking": True}):
+        assert "thinking-effort" not in shown(USER, template_kwargs=unsaid)
     assert "thinking-effort" not in shown(USER, template_kwargs={"thinking": False, "reasoning_effort": effort})
 
 

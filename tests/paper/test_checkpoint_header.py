@@ -105,9 +105,9 @@ def test_not_an_object(value: object) -> None:
         ({"shape": 5}, "shape"),
         ({"shape": [True]}, "shape"),
         ({"shape": [5.0]}, "shape"),
-        ({"dtype": 7}, "dtype"),
+        ({"dtype": 7}, "no text: 7"),
         ({"dtype": ""}, "dtype"),
-        ({"dtype": "\ud800"}, "dtype"),
+        ({"dtype": "\ud800"}, "no text: '\\ud800'"),
     ],
 )
 def test_malformed_entry(fields: dict[str, Any], word: str) -> None:

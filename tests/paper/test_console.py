@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -86,6 +87,27 @@ def test_lines_are_narrow_and_have_no_blanks_at_their_end() -> None:
     assert lines[lines.index("no head") + 1] == "left  right"
 
 
+def test_a_narrow_terminal_gets_whole_words_and_a_line_that_can_be_drawn_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_module, "_columns", lambda terminal: 40)
+    out = Terminal()
+    console = Console(stdout=out)
+    console.table("", ["site", "worst token", "value"], [["layers.0.mixer", "1.0e-05", "some words " * 9]])
+    console.table("", ["name"], [["z" * 100]])
+    console.words("names", ["x" * 20] * 3)
+    lines = re.sub(r"\x1b\[\d+m", "", out.getvalue()).split("\n")
+    assert all(len(line) <= 40 for line in lines), lines
+    assert "layers.0.mixer" in out.getvalue() and "1.0e-05" in out.getvalue()
+    assert sum(line.count("z") for line in lines) == 100
+    assert sum("x" * 20 in line for line in lines) == 3
+    monkeypatch.setattr(console_module, "SHOW_AFTER_SECONDS", 0.01)
+    err = Terminal()
+    with Progress(err, "reading", 4, "files") as bar:
+        bar.note("n" * 100)
+        while "n" not in err.getvalue():
+            pass
+    assert all(len(drawn) < 40 for drawn in err.getvalue().split("\r\x1b[2K"))
+
+
 def test_quiet_shows_failures_and_the_verdict_only() -> None:
     console, out, err = _console(quiet=True)
     console.line("hello")
@@ -165,6 +187,8 @@ def test_short_list_counts_the_rest() -> None:
     assert short_list(["a"] * 8) == ", ".join("a" * 8)
     assert short_list(list("abcdefghij")).endswith("h, +2 more")
     assert short_list(list("abcdefghij"), show_all=True).endswith("i, j")
+    assert short_list(["one, two", "three"]) == "one, two; three"
+    assert short_list(["one, two", *"abcdefgh"]).endswith("f; g; +1 more")
 
 
 def test_progress_text_has_share_amount_and_eta() -> None:

@@ -58,6 +58,18 @@ def test_layer_lists_of_kimi_count_from_one_and_name_every_layer():
         opened(config)
 
 
+@pytest.mark.parametrize("name", ["kimi_k3", "kimi_k3_1"])
+@pytest.mark.parametrize("given", [{}, {"gate_lower_bound": None}], ids=["absent", "null"])
+def test_bounded_decay_without_its_bound_is_not_taken_for_the_unbounded_one(name, given):
+    config = config_of(name)
+    linear = config["text_config"]["linear_attn_config"]
+    assert opened(config).spec.layers[0].mixer.lower == -5.0
+    del linear["gate_lower_bound"]
+    linear.update(given)
+    with pytest.raises(ConfigError, match="gate_lower_bound"):
+        opened(config)
+
+
 @pytest.mark.parametrize("name", ["kimi_k3_1", "qwen3_5_35b_a3b", "deepseek_v3", "gpt_oss_20b", "qwen3_8b"])
 def test_a_key_nobody_knows_stays_unread(name):
     config = changed(name, lambda text: text.update(attention_softcap=30.0))
