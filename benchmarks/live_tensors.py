@@ -6,11 +6,11 @@ Python's own memory tools do not see tensors; this looks at the result of every 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveTensors(TorchDispatchMode):
@@ -56,6 +56,16 @@ class LiveTensors(TorchDispatchMode):
         self.live_bytes -= self._alive.pop(key)[0]
 
 
-def _stored(values: Any) -> list[torch.Tensor]:
-    """The tensors among ``values`` whose bytes torch itself holds: packed weights are a library's own."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and not leaf.is_mkldnn]
+def _stored(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among ``values`` whose bytes torch itself holds: packed weights are a library's own.
+
+    torch's own walk of a tree takes as long as a small operator; arguments and results nest in these ways only.
+    """
+    if isinstance(values, torch.Tensor):
+        if not values.is_mkldnn:
+            yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _stored(value)
+    elif isinstance(values, dict):
+        yield from _stored(tuple(values.values()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import textwrap
 import threading
@@ -21,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from dayzero.errors import UserError
 from dayzero.finding import LAYERS, Finding, Verdict
+from dayzero.terminal import column_widths, harmless
+from dayzero.terminal import columns as columns_of
 from dayzero.units import bytes_text
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ PIPED_INTERVAL_SECONDS = 10.0
 NUM_EVIDENCE_SHOWN = 8
 MOST_OF_A_KIND = 3
 PIPED_WIDTH = 120
-_GAP = 2  # blanks between the columns of a table
 STYLES: Mapping[str, str] = {"pass": "green", "note": "yellow", "fail": "bold red"}
 
 
@@ -151,7 +151,7 @@ class Progress:
         while True:
             line = self.text(time.monotonic() - self._began)
             # a line that is longer than the terminal is wide cannot be drawn over
-            if not self._write(f"\r\x1b[2K{line[: _columns(self._stream) - 1]}" if self._terminal else line + "\n"):
+            if not self._write(f"\r\x1b[2K{line[: columns_of(self._stream) - 1]}" if self._terminal else line + "\n"):
                 return
             if self._stop.wait(0.25 if self._terminal else PIPED_INTERVAL_SECONDS):
                 break
@@ -230,7 +230,7 @@ class Console:
 
     @property
     def _width(self) -> int:
-        return _columns(self._stdout) if self._stdout.isatty() else PIPED_WIDTH
+        return columns_of(self._stdout) if self._stdout.isatty() else PIPED_WIDTH
 
     def _print(self, *pieces: tuple[str, str]) -> None:
         """One line made of (text, style) pieces, never wrapped and never read as markup."""
@@ -267,9 +267,11 @@ class Console:
         if not self.json_mode:
             self._stdout.write(text + "\n")
 
-    def stream(self, text: str) -> None:
-        """A piece of a streamed answer, flushed at once; nothing with ``json_mode``."""
+    def stream(self, text: str, *, dim: bool = False) -> None:
+        """A piece of a streamed answer, flushed at once; nothing with ``json_mode``. Only a pipe gets it as it is."""
         if not self.json_mode:
+            if self._stdout.isatty():
+                text = f"\x1b[2m{harmless(text)}\x1b[22m" if dim else harmless(text)
             self._stdout.write(text)
             self._stdout.flush()
 
@@ -289,7 +291,7 @@ class Console:
             pad_edge=False,
             show_header=any(columns),
         )
-        widths = _widths([columns, *cells], self._width)
+        widths = column_widths([columns, *cells], self._width)
         for index, column in enumerate(columns):
             numeric = bool(cells) and all(row[index][:1].isdigit() for row in cells)
             justify: Literal["left", "right"] = "right" if numeric else "left"
@@ -364,29 +366,6 @@ class Console:
         """As ``error``, for what is no UserError: wrong options, an interrupted run, a bug."""
         self._stderr.write(f"error: {clean(message)}\n")
         self.emit_json({"error": {"kind": kind, "message": message, "exit_code": exit_code}})
-
-
-def _columns(terminal: TextIO) -> int:
-    """Its width; 80 where it does not say."""
-    try:
-        return os.get_terminal_size(terminal.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
-
-
-def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int]:
-    """Widths of a table's columns, so that together they fit into ``room``: the widest first becomes narrower as long
-    as its words stay whole; where that is not enough, words are cut."""
-    from rich.cells import cell_len
-
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(cell_len, column)) for column in columns]
-    words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
-    room -= _GAP * (len(widths) - 1)
-    while sum(widths) > room and max(widths) > 1:
-        at = max(range(len(widths)), key=lambda at: (widths[at] > words[at], widths[at]))
-        widths[at] -= 1
-    return widths
 
 
 def _cell(value: object) -> str:

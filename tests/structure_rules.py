@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "dayzero"
 
 HEIGHTS: Mapping[str, int] = {
-    **dict.fromkeys(("console", "decl", "errors", "extensions", "finding", "hardware", "units", "view"), 0),
+    **dict.fromkeys(("console", "decl", "errors", "extensions", "finding", "hardware", "terminal", "units", "view"), 0),
     **dict.fromkeys(("arch", "cache", "checkpoint", "ops", "parallel"), 1),
     **dict.fromkeys(("chat", "models"), 2),
     **dict.fromkeys(("blocks", "planner", "rehearse"), 3),
@@ -34,7 +34,8 @@ GROUND: Mapping[str, frozenset[str]] = {
     "view": frozenset({"decl", "errors", "units"}),
     "extensions": frozenset({"errors"}),
     "hardware": frozenset({"decl", "errors", "extensions", "units"}),
-    "console": frozenset({"errors", "finding", "units"}),
+    "terminal": frozenset(),
+    "console": frozenset({"errors", "finding", "terminal", "units"}),
 }
 
 PAPER_ROOMS = {*GROUND, "arch", "chat", "checkpoint", "models", "planner"}
@@ -53,6 +54,7 @@ PAPER_FILES = {
     "engine/config.py",
     "engine/demand.py",
     "engine/events.py",
+    "engine/grammar_words.py",
     "engine/live.py",
     "engine/media.py",
     "engine/packer.py",

@@ -23,8 +23,9 @@ class DeltaBlock:
     """``Delta``. Stores: ``<site>.state`` [H, K, V] float32, and ``<site>.q_conv``, ``k_conv``, ``v_conv`` [C, W-1]:
     the last inputs of each convolution, before it and its activation.
 
-    recurrence: ``recurrent`` goes token by token, so that a run may be split anywhere without a change; ``chunked``
-    works on 64 tokens at a time and differs in the last bits.
+    recurrence: ``recurrent`` is ``recurrence.delta``, whose reference goes token by token, so that a run may be split
+    anywhere without a change, and whose variants need not; ``chunked`` works on 64 tokens at a time and differs in the
+    last bits.
     """
 
     def __init__(self, spec: Delta, params: Params, site: Site, *, recurrence: Recurrence = "recurrent") -> None:

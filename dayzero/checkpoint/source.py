@@ -116,9 +116,11 @@ class Source(ABC):
             self.bytes_read += len(data)
             self.num_reads += 1
         if len(data) != length:
+            end = (
+                f"ends at byte {start + len(data)}, {length - len(data)} bytes early" if data else f"lacks byte {start}"
+            )
             raise CheckpointError(
-                f"{file} of {self.name} ends at byte {start + len(data)}, {length - len(data)} bytes early: "
-                "it became shorter while it was being read; download it again."
+                f"{file} of {self.name} {end}: it became shorter while it was being read; download it again."
             )
         return data
 
@@ -213,18 +215,18 @@ class LocalSource(Source):
         return found
 
 
-def open_source(where: str, *, allow_pickle: bool = False, store_options: Mapping[str, Any] | None = None) -> Source:
+def open_source(where: str, *, store_options: Mapping[str, Any] | None = None) -> Source:
     """The source a user named: a folder, a .json file that is a config alone, ``s3://bucket/prefix``, or a hub id
     ``org/name[@revision]``.
 
     store_options: arguments of the object store's client (endpoint, keys, region, client_options); what is absent the
-    client takes from its own surroundings. allow_pickle: accept a folder whose weights are only pickles; nothing here
-    unpickles them. UsageError when ``where`` is no checkpoint; MachineError when a package or the network is missing.
+    client takes from its own surroundings. UsageError when ``where`` is no checkpoint, or one whose weights are only
+    pickles, which nothing here reads; MachineError when a package or the network is missing.
     """
     if where.startswith("s3://"):
         from dayzero.checkpoint.remote import StoreSource
 
-        return checked(StoreSource(where, store_options or {}), allow_pickle)
+        return checked(StoreSource(where, store_options or {}))
     if "://" in where:
         raise UsageError(f"{where} is no source dayzero can read; give a folder, s3://bucket/prefix or a hub id.")
     try:
@@ -233,14 +235,14 @@ def open_source(where: str, *, allow_pickle: bool = False, store_options: Mappin
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home; a zero byte in the path
         raise UsageError(f"{where[:80]!r} cannot be opened: {getattr(error, 'strerror', None) or error}") from error
     if is_folder:
-        return checked(LocalSource(path, name=where), allow_pickle)
+        return checked(LocalSource(path, name=where))
     if is_file:
         return _open_file(path, where)
     match = HUB_ID.fullmatch(where)
     if match and where.count("/") - (match["revision"] or "").count("/") == 1:
         from dayzero.checkpoint.remote import HubSource
 
-        return checked(HubSource(match["repo"], match["revision"]), allow_pickle)
+        return checked(HubSource(match["repo"], match["revision"]))
     raise UsageError(
         f"{where} does not exist; expected a folder with config.json and *.safetensors, a config (.json), "
         "s3://bucket/prefix, or a hub id such as org/name."
@@ -256,15 +258,15 @@ def _open_file(path: Path, where: str) -> Source:
     raise UsageError(sentence or f"{where} is neither a folder nor a config (.json); give the checkpoint's folder.")
 
 
-def checked(source: Source, allow_pickle: bool) -> Source:
+def checked(source: Source) -> Source:
     """The source itself, or UsageError when its files are not those of a checkpoint dayzero reads."""
     files = [file for file in source.files() if "/" not in file]
     if any(is_marker(f) and f != CONFIG for f in files):
         return source
     sentence = _other_weights(source.name, files)
-    if sentence and not (allow_pickle and any(_is_pickle(f) for f in files)):
+    if sentence:
         raise UsageError(sentence)
-    if CONFIG not in files and not sentence:
+    if CONFIG not in files:
         raise UsageError(
             f"{source.name} is no checkpoint: expected config.json, *.safetensors or model.safetensors.index.json, "
             f"found {', '.join(sorted(files)[:5]) or 'no files'}."
@@ -286,8 +288,8 @@ def _other_weights(name: str, files: Sequence[str]) -> str | None:
     for file in sorted(files):
         if _is_pickle(file):
             return (
-                f"{name} holds its weights as a pickle ({file}), which can run code and is never loaded without an "
-                "explicit flag; convert it to safetensors, or give its config.json alone."
+                f"{name} holds its weights as a pickle ({file}), which can run code and is never loaded; "
+                "convert it to safetensors, or give its config.json alone."
             )
         if file.endswith(".gguf"):
             return f"{name} holds its weights as GGUF ({file}), which is not read; give the safetensors release."

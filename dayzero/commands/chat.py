@@ -74,6 +74,7 @@ class _Talk:
     def __init__(self, llm: LLM, arguments: ChatArguments, console: Console) -> None:
         self._llm, self._arguments, self._console = llm, arguments, console
         self._messages: list[Message] = []
+        self._typed = arguments.prompt is None and not console.json_mode
         self.turns: list[dict[str, object]] = []
         self._begin()
 
@@ -91,7 +92,20 @@ class _Talk:
             self._begin()
             self._console.line("a new conversation")
             return
+        before = list(self._messages)
         self._messages.append(Message.of("user", text))
+        try:
+            kept = self._ask(text)
+        except UsageError as error:  # too long, or what the format cannot say; the conversation goes on without it
+            if not self._typed:
+                raise
+            self._console.line(f"(no answer: {error})")
+            kept = False
+        if not kept:
+            self._messages = before
+
+    def _ask(self, text: str) -> bool:
+        """Whether the question and its answer are a turn; one that was cut short is none."""
         began, out = time.perf_counter(), None
         kwargs: dict[str, Any] = {"enable_thinking": False, "thinking": False} if self._arguments.no_thinking else {}
         try:
@@ -100,9 +114,9 @@ class _Talk:
         except KeyboardInterrupt:
             self._console.line("\n(stopped)")
         if out is None:
-            self._messages.pop()  # an answer that was cut short is no turn
-            return
+            return False
         self._keep(text, out, time.perf_counter() - began)
+        return True
 
     def _show(self, piece: Piece | ChatOutput) -> ChatOutput | None:
         from dayzero.chat.pieces import Content, Reasoning, ToolProblem
@@ -113,8 +127,7 @@ class _Talk:
         if isinstance(piece, Content):
             self._console.stream(piece.text)
         elif isinstance(piece, Reasoning):
-            dim = sys.stdout.isatty()
-            self._console.stream(f"\x1b[2m{piece.text}\x1b[22m" if dim else piece.text)
+            self._console.stream(piece.text, dim=True)
         elif isinstance(piece, ToolProblem):
             self._console.line(f"(a tool call that is none: {piece.sentence})")
         return None
@@ -123,8 +136,7 @@ class _Talk:
         from dayzero.chat.conversation import Message
 
         answer, output = out.message, out.output
-        if output.error is not None:
-            raise UsageError(f"the answer ended with an error: {output.error[1]}")
+        output.raise_error()
         self._messages.append(Message.of("assistant", answer.content, reasoning=answer.reasoning or None))
         count = len(output.token_ids)
         self._console.line(

@@ -69,8 +69,9 @@ def _ladder(options: DemoOptions, folder: str, console: Console) -> int:
 
 
 def _answer(folder: str, options: DemoOptions, console: Console) -> str:
-    """One greedy turn of a chat, shown as it comes."""
+    """One greedy turn of a chat, shown as it comes. Errors: see ``RequestOutput.raise_error``."""
     from dayzero.chat.pieces import Content
+    from dayzero.engine.answer import ChatOutput
     from dayzero.engine.llm import LLM
     from dayzero.engine.request import SamplingParams
 
@@ -82,4 +83,6 @@ def _answer(folder: str, options: DemoOptions, console: Console) -> str:
             if isinstance(piece, Content):
                 console.stream(piece.text)
                 said.append(piece.text)
+            elif isinstance(piece, ChatOutput):
+                piece.output.raise_error()
     return "".join(said)

@@ -58,7 +58,7 @@ def run(arguments: ServeArguments, console: Console) -> int:
     from dayzero.server.app import create_app
     from dayzero.server.run import bind, run_loop, serve
 
-    chat, config = chat_of(arguments), _config(arguments)
+    chat, config = chat_of(arguments), config_of(arguments)
     launch = launch_of(arguments, chat.stop_ids)
     with bind(arguments.host, arguments.port) as listening:
         address = listening.getsockname()
@@ -77,7 +77,8 @@ def run(arguments: ServeArguments, console: Console) -> int:
     return 0
 
 
-def _config(arguments: ServeArguments) -> ServerConfig:
+def config_of(arguments: ServeArguments) -> ServerConfig:
+    """What the HTTP side is told. UsageError for a value that cannot be."""
     from dayzero.server.config import ServerConfig
 
     keys = list(arguments.api_key or ())
@@ -88,6 +89,8 @@ def _config(arguments: ServeArguments) -> ServerConfig:
         served_names=tuple(dict.fromkeys(names)),
         api_keys=tuple(keys),
         max_body_bytes=size_of("--max-body", arguments.max_body),
+        # more could never be admitted: that is no 429, which says to come back later
+        max_choices=min(ServerConfig.max_choices, arguments.max_running + arguments.max_waiting),
         max_images=arguments.max_images,
         max_image_bytes=size_of("--max-image-bytes", arguments.max_image_bytes),
         max_image_pixels=arguments.max_image_pixels,

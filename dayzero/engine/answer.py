@@ -9,6 +9,7 @@ from dayzero.chat.pieces import Assembled
 from dayzero.chat.tokenizer import Tokenizer
 from dayzero.engine.events import Logprobs, Output
 from dayzero.engine.request import FinishReason, SamplingParams
+from dayzero.errors import ModelError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,14 @@ class RequestOutput:
     cached_tokens: int = 0
     index: int = 0
     error: tuple[str, str] | None = None
+
+    def raise_error(self) -> None:
+        """Raise what ended it: UsageError for a request that cannot be served, ModelError for a model that failed."""
+        if self.error is not None:
+            kind, sentence = self.error
+            raise (UsageError if kind in ("too_long", "grammar", "grammar_too_complex") else ModelError)(
+                f"the answer ended with an error: {sentence}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,8 +45,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens never holds a stop token that ends the answer: ``stop_id`` names it. cached: prompt tokens that were found
     in the prefix cache (sent with the first output). prompt_logprobs: for prompt tokens 1.., with the first output.
-    error: (kind, sentence) when finish is ``error``; kinds: ``nan_logits``, ``grammar``, ``engine_died``,
-    ``too_long``, ``overloaded``, ``internal``.
+    error: (kind, sentence) when finish is ``error``; kinds: ``nan_logits``, ``grammar``,
+    ``grammar_too_complex``, ``engine_died``, ``too_long``, ``overloaded``, ``internal``.
     """
 
     id: str

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from dayzero.chat.tiktoken_form import SPLIT, Vocabulary
-from dayzero.engine.grammar_words import one_sentence
+from dayzero.engine.grammar_words import failed, one_sentence
 from dayzero.engine.request import Grammar, NewRequest
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Guard:
             elif token in self._ends and (self._matcher.is_accepting() or token in self._letters):
                 continue  # an answer that goes on behind its end (ignore_eos, min_tokens)
             elif not self._matcher.consume_token(token):
-                raise GrammarError(f"the answer left its grammar: {one_sentence(self._matcher.get_error())}")
+                raise GrammarError(failed("the answer left its grammar", self._matcher.get_error()))
 
     def mask(self) -> bytes | None:
         """Tokens allowed next, 4 * ceil(vocab / 32) bytes; None: all."""
@@ -196,7 +196,7 @@ class Guard:
             return None
         allowed = bytearray(self._matcher.compute_bitmask())
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar failed: {one_sentence(self._matcher.get_error())}")
+            raise GrammarError(failed("the grammar failed", self._matcher.get_error()))
         num_bytes = 4 * -(-self._vocab // 32)
         allowed.extend(bytes(max(0, num_bytes - len(allowed))))
         del allowed[num_bytes:]

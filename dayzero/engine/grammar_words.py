@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 MAX_SENTENCE = 300
+TOO_COMPLEX = "the grammar is too complex to be followed to its end; make it simpler, or its counts smaller"
+_BEYOND_LIMITS = re.compile(r"lexer error: too many |(Parser|Lexer)TooComplex")
 # Word of the library -> what it means to whoever wrote the grammar.
 MEANINGS = (
     (r"NoExtension(Bias)?", "no text fits it"),
@@ -19,6 +21,12 @@ MEANINGS = (
 _MEANINGS = tuple((re.compile(pattern), meaning) for pattern, meaning in MEANINGS)
 _PICTURE = re.compile(r"\d+ \|")
 _PLACE = re.compile(r"^at \d+\(\d+\): ")  # in a text that the client has not written
+
+
+def failed(what: str, text: str) -> str:
+    """Sentence for a matcher that stopped within an answer. That a grammar is beyond the library's limits cannot be
+    told before: its states are made as the answer grows."""
+    return TOO_COMPLEX if _BEYOND_LIMITS.match(text) else f"{what}: {one_sentence(text)}"
 
 
 def one_sentence(text: str) -> str:

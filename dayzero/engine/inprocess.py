@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.build import Build, engine_loop, executor_of
@@ -65,11 +69,13 @@ class InProcessEngine:
     def close(self) -> None:
         """Abort what runs and let go of the model. May be called twice."""
         if not self._closed:
-            self._closed = True
             self._loop.take(Stop())
-            self._turn()
-            self._loop.close()
-            del self._loop
+            try:
+                self._turn()
+            finally:
+                self._closed = True
+                self._loop.close()
+                del self._loop
 
     def _check_open(self) -> None:
         if self._closed:
@@ -77,8 +83,28 @@ class InProcessEngine:
 
     def _turn(self) -> bool:
         """One turn of the loop. Whether anything has come of it."""
-        batch = self._loop.turn(wait=True)
-        for output in batch.outputs if batch is not None else ():
-            if output.id in self._unread:
-                self._unread[output.id].append(output)
+        self._check_open()
+        with _whole():
+            batch = self._loop.turn(wait=True)
+            for output in batch.outputs if batch is not None else ():
+                if output.id in self._unread:
+                    self._unread[output.id].append(output)
         return batch is not None
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Ctrl-C waits for the end: a turn that is cut off in the middle would leave the loop's books wrong, and answers
+    to other requests with them. Signals reach the main thread only, so elsewhere there is nothing to do."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: waiting.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            before(*waiting[0])

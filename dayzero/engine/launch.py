@@ -30,9 +30,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     source: str
     config: EngineConfig
     recipe: str | None = None
-    executor: MAX_THREADS = 1024  # more than any machine has cores; a number beyond is a slip
-
-ExecutorKind = "local"
+    executor: ExecutorKind = "local"
     remote_code: bool = False
     threads: int | None = None
     stop_ids: tuple[int, ...] = ()

@@ -90,7 +90,7 @@ class LLM:
         its ``error``.
         """
         each = _prompts(prompts)
-        own = list(params) if isinstance(params, list | tuple) else [params or self.default_params] * len(each)
+        own = [params or self.default_params] * len(each) if not isinstance(params, Sequence) else list(params)
         if len(own) != len(each):
             raise UsageError(f"{len(each)} prompts came with {len(own)} params; give one for each, or one for all")
         asked = [one for prompt, its in zip(each, own) for one in self._requests(prompt, its)]
@@ -217,6 +217,8 @@ class LLM:
         """(index, text, request) of each of ``n`` answers, checked."""
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is a {type(params).__name__}; give SamplingParams, one for all or a list of them")
+        if not isinstance(prompt, str | list | tuple | range):
+            raise UsageError(f"a prompt is a {type(prompt).__name__}; give a text or a list of token ids")
         text = prompt if isinstance(prompt, str) else None
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         info = self.info

@@ -19,6 +19,7 @@ from dayzero.cache.prefix import Media
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.demand import Demand
 from dayzero.engine.events import Output
+from dayzero.engine.grammar_words import TOO_COMPLEX
 from dayzero.engine.live import Live
 from dayzero.engine.packer import Flight, Packer
 from dayzero.engine.request import NewRequest
@@ -282,7 +283,7 @@ class Scheduler:
             sentence = f"the model gave logits that are no numbers behind token {seq.retired} of this request"
             return seq.ended("error", now, error=("nan_logits", sentence))
         self._counters["grammar_failures"] += 1
-        return seq.ended("error", now, error=("grammar", why))
+        return seq.ended("error", now, error=("grammar_too_complex" if why == TOO_COMPLEX else "grammar", why))
 
     def _drop(self, seq: Sequence, row: Row, got: RowResult) -> None:
         """A row that was in flight when its request ended: its token is nobody's. What it computed may be of use to

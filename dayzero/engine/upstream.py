@@ -6,6 +6,7 @@ the minimal closed loop for any model that transformers can load, and nothing mo
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections import deque
@@ -59,6 +60,9 @@ class UpstreamRunner:
         if launch.threads is not None:
             torch.set_num_threads(launch.threads)
         self._model = self._loaded(config)
+        # The library's own models call it one way; code that comes with a checkpoint may still know the older one only.
+        takes = inspect.signature(self._model.forward).parameters
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"
         self.layout: Layout = lay_out([COUNTED], dtype="f32", page_tokens=launch.config.page_tokens)
         self._info = self._told(source, config)
         longest = self._info.max_model_len
@@ -138,10 +142,10 @@ class UpstreamRunner:
         held, cache = self._caches.get(row.slot, (0, None))
         assert held == row.start, f"slot {row.slot} holds {held} tokens, but token {row.start} comes"
         out = self._model(
-            input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True,
-            position_ids=torch.arange(row.start, row.start + row.count)[None],
+            input_ids=torch.tensor([ids]), use_cache=True,
+            position_ids=torch.arange(row.start, row.start + row.count)[None], **{self._cache_name: cache},
         )  # fmt: skip
-        self._caches[row.slot] = (row.start + row.count, out.past_key_values)
+        self._caches[row.slot] = (row.start + row.count, getattr(out, self._cache_name))
         logits_TV: Tensor = out.logits[0].float()
         found = RowResult(row.request_id)
         if row.sample:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from msgspec import UNSET
@@ -24,7 +24,7 @@ from dayzero.server.protocol.completions import Completion, CompletionChoice, Co
 from dayzero.server.sampling import Asked, checked, grammar_asked, sampling_params
 from dayzero.server.stream import DONE, data, respond
 
-DEFAULT_MAX_TOKENS = 16  # as this API has always had it
+DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ async def completions(call: Call) -> Response:
         need_tokenizer(call.state, "stop")
     prompts = await read_prompts(call, body)
     params = _params(call, body)
-    defaults = call.state.defaults
+    # as this API has always had it; where there is less room, what there is: nobody has asked for 16
+    defaults = replace(call.state.defaults, max_tokens=DEFAULT_MAX_TOKENS)
     each = [checked(params, prompt.ids, info, defaults) for prompt in prompts]
     tokenizer = tokenizer_of(call.state)
     ids = [prompt.ids for prompt in prompts]
@@ -88,7 +89,7 @@ async def read_prompts(call: Call, body: CompletionRequest) -> list[TextPrompt]:
 def _params(call: Call, body: CompletionRequest) -> SamplingParams:
     found = grammar_asked(body, body.response_format)
     asked = Asked(
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=body.max_tokens,
         n=body.n or 1,
         stop=body.stop,
         logprobs=body.logprobs,

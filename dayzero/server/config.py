@@ -60,6 +60,9 @@ class ServerConfig:
                 )
         if not all(self.api_keys):
             raise UsageError("an API key must not be empty; give --api-key a text or leave it out.")
+        if any(key != key.strip() or not key.isprintable() for key in self.api_keys):
+            # a line break at the end comes easily from a file or a secret, and no header can carry it
+            raise UsageError("an API key begins or ends with a blank, or holds a line break; clients cannot send such.")
         for name in (
             "max_body_bytes",
             "max_json_depth",

@@ -44,6 +44,7 @@ ANTHROPIC_TYPES = {
 ENGINE_ERRORS = {
     "nan_logits": 500,
     "grammar": 400,
+    "grammar_too_complex": 400,
     "engine_died": 503,
     "too_long": 400,
     "overloaded": 429,
@@ -117,10 +118,11 @@ def as_api_error(error: UserError) -> ApiError:
 
 def engine_error(error: tuple[str, str] | None, *, begun: bool) -> ApiError:
     """What a client is told of an Output that finished with ``error``. begun: some of the answer had come; what fails
-    then was taken as good, so it is not the client's fault."""
+    then was taken as good, so it is not the client's fault, unless nobody could have known before."""
     kind, sentence = error or ("internal", "the engine ended this request without a reason.")
     status = ENGINE_ERRORS.get(kind, 500)
-    return ApiError(500 if begun and status == 400 else status, sentence, code=CODES.get(kind, kind))
+    taken = begun and status == 400 and kind != "grammar_too_complex"
+    return ApiError(500 if taken else status, sentence, code=CODES.get(kind, kind))
 
 
 def internal() -> ApiError:

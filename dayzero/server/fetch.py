@@ -118,4 +118,4 @@ def _shown(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:
         return "an address that is none"
-    return f"{parts.scheme}://{parts.hostname}{parts.path}"[:200]
+    return f"{parts.scheme}://{parts.hostname or ''}{parts.path}"[:200] if parts.scheme else "a text without a scheme"

@@ -97,7 +97,9 @@ async def chat_job(
     if asks is not None:
         conversation = replace(conversation, answer_format=asks[:2])
     prompt = await render(call, conversation)
-    if any(tool.strict for tool in conversation.offered) and not encoding.holds_strict:
+    if conversation.offered and "tools" not in encoding.parses:
+        call.ignore("tools")  # no call can come of them
+    elif any(tool.strict for tool in conversation.offered) and not encoding.holds_strict:
         call.ignore("tools[].strict")
     grammar = await off_loop(call, lambda: _grammar(encoding, conversation, prompt, asks))
     asked = replace(asked, grammar=grammar)

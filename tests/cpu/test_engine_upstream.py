@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=520, n_positions=128, eos_token_id=1)
     transformers.GPT2LMHeadModel(config).save_pretrained(out)
     return out
+
+
+def test_nothing_of_the_library_is_called_that_it_takes_back(gpt2: Path) -> None:
+    """It says so in FutureWarnings; a later release would not load the model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        answer = Upstream(gpt2).run([ask("a", prompt_ids(7, 1))])["a"]
+    assert answer.tokens
 
 
 def test_greedy_answers_are_the_publishers(gpt2: Path) -> None:

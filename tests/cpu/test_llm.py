@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +22,8 @@ from dayzero.engine.client import AsyncEngine
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.launch import LaunchSpec
 from dayzero.engine.request import Grammar, NewRequest
-from dayzero.errors import EngineDead, UsageError
+from dayzero.engine.step import StepResult
+from dayzero.errors import EngineDead, ModelError, UsageError
 from dayzero.rehearse.twin import write_twin
 from tests.paper.fake_engine import DEFAULT, VOCAB, FakeExecutor, Habits, answer, fake_launch
 from tests.paper.small_tokenizer import THOUGHT, small_tokenizer, small_tokenizer_json
@@ -116,6 +119,16 @@ def test_grammars_and_bad_ones(llm: LLM) -> None:
     assert len(good.text) == 5 and set(good.text) <= {"a", "b"} and good.finish_reason == "stop"
     assert bad.finish_reason == "error" and bad.error is not None and bad.error[0] == "grammar"
     assert free.token_ids == answer([7], 3)[0]
+    free.raise_error()
+    with pytest.raises(UsageError, match="ended with an error"):
+        bad.raise_error()
+
+
+def test_an_answer_of_no_numbers_is_the_models_fault(tmp_path: Path) -> None:
+    with fake_llm(tmp_path / "m", Habits(poison=9)) as one:
+        (found,) = one.generate([5, 9])
+    with pytest.raises(ModelError, match="no numbers"):
+        found.raise_error()
 
 
 def test_stop_texts_wait_for_min_tokens(llm: LLM) -> None:
@@ -166,6 +179,14 @@ def test_a_grammar_of_a_chat_begins_where_content_does(tmp_path: Path) -> None:
         (lambda one: one.generate([5], SamplingParams(temperature=-1)), "temperature is -1"),
         (lambda one: one.generate([5], SamplingParams(max_tokens=3, min_tokens=4)), "min_tokens"),
         (lambda one: one.stream([5], SamplingParams(n=2)), "n is 2"),
+        (lambda one: one.generate(None), "prompts must be"),
+        (lambda one: one.generate(b"ab"), "prompts must be"),
+        (lambda one: one.generate({"ab": 1}), "prompts must be"),
+        (lambda one: one.generate([[5], 6]), "prompts must be"),
+        (lambda one: one.stream(b"ab"), "prompt is a bytes"),
+        (lambda one: one.generate([5], {"temperature": 0}), "params is a dict"),
+        (lambda one: one.generate([5], "hot"), "3 params"),
+        (lambda one: one.generate([5], "h"), "params is a str"),
     ],
 )
 def test_wrong_calls_are_one_sentence(llm: LLM, call: Any, said: str) -> None:
@@ -185,7 +206,8 @@ def test_chat_renders_asks_and_takes_the_answer_apart(tmp_path: Path) -> None:
         ids = small_tokenizer().encode("user: the ab\n").ids
         assert found.output.prompt_token_ids == ids and found.output.token_ids == answer(ids, 12)[0]
         assert found.message.content == found.output.text and not found.message.tool_calls
-        for messages, said in (([], "messages is empty"), ([{"role": "user"}], r"messages\[0\] must have")):
+        shape: list[tuple[Any, str]] = [([], "is empty"), ([{"role": "user"}], "must have"), ("hi", "is a str")]
+        for messages, said in shape:
             with pytest.raises(UsageError, match=said):
                 one.chat(messages)
 
@@ -208,12 +230,53 @@ def test_close_and_unknown_options(tmp_path: Path) -> None:
     one.close()
     one.close()
     assert next(stream).finish_reason == "abort"
-    with pytest.raises(EngineDead, match="closed"):
-        one.generate([5])
+    for call in (lambda: one.generate([5]), one.progress):
+        with pytest.raises(EngineDead, match="closed"):
+            call()
     with pytest.raises(UsageError, match="no option 'max_runing'; did you mean max_running"):
         LLM(str(tmp_path / "m"), max_runing=3)
+    for threads in (0, True, 10**9, "4"):
+        with pytest.raises(UsageError, match="threads is"):
+            LLM(str(tmp_path / "m"), threads=threads)
     with pytest.raises(UsageError, match="max_running is 0"):
         LLM(str(tmp_path / "m"), max_running=0)
+
+
+def test_a_stream_may_outlive_the_model(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    one = fake_llm(tmp_path / "m")
+    left, read = (one.stream([token], SamplingParams(max_tokens=3000, ignore_eos=True)) for token in (5, 6))
+    assert next(left).finish_reason is None and next(read).finish_reason is None
+    one.close()
+    left.close()  # type: ignore[attr-defined]
+    assert [delta.finish_reason for delta in read][-1] == "abort"
+    assert not recwarn.list
+
+
+def test_an_interrupt_waits_for_the_step_and_leaves_the_others_whole(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a step: the answer that was waited for ends, one that was open besides goes on."""
+
+    class Interrupting(FakeExecutor):
+        at: int | None = None
+
+        def result(self, handle: int) -> StepResult:
+            if handle == Interrupting.at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().result(handle)
+
+    fake_launch(tmp_path / "m")
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    for at in range(3, 9):
+        Interrupting.at = None
+        with LLM(str(tmp_path / "m"), make=Interrupting, debug=True) as one:
+            open_stream = one.stream([5], params)
+            found = [next(open_stream)]
+            Interrupting.at = at
+            with pytest.raises(KeyboardInterrupt):
+                one.generate([[6], [7]], params)
+            found += open_stream
+            assert one.progress().running == one.progress().waiting == 0
+            assert [t for delta in found for t in delta.token_ids] == one.generate([5], params)[0].token_ids
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_name_is_there_and_costs_nothing_until_used() -> None:

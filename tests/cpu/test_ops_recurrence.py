@@ -93,6 +93,32 @@ def test_transitions_of_segments_compose() -> None:
     close(state, recurrence.delta_recurrent(**inputs)[1], 1e-5)
 
 
+@pytest.mark.parametrize("split", [16, 48, 64])
+def test_long_runs_may_be_split_behind_whole_chunks_and_short_ones_anywhere(split: int) -> None:
+    assert recurrence.LONG_CHUNK == 16, "the splits of this test"
+    inputs = _inputs(65, "bounded", "channel")
+    o, state = recurrence.delta_by_length(**inputs)
+    head, middle = recurrence.delta_by_length(**_part(inputs, 0, split, inputs["state_HKV"]))
+    tail, end = recurrence.delta_by_length(**_part(inputs, split, 65, middle))
+    close(torch.cat([head, tail]), o, 1e-5)
+    close(end, state, 1e-5)
+    if split < 64:  # what is left is a long run as well; one token alone goes the other way
+        assert torch.equal(torch.cat([head, tail]), o) and torch.equal(end, state)
+    short, want = (f(**_part(inputs, 0, 15, inputs["state_HKV"]))
+                   for f in (recurrence.delta_by_length, recurrence.delta_recurrent))  # fmt: skip
+    assert all(map(torch.equal, short, want))
+
+
+@pytest.mark.parametrize("form", [recurrence.delta_recurrent, recurrence.delta_chunked], ids=["recurrent", "chunked"])
+def test_the_small_number_stands_inside_the_root_of_the_sum(form: Any) -> None:
+    """Rows whose squares sum to 1e-6 come out at half: a clamped norm would give one, a mean of squares 16 / 17."""
+    row_THK = torch.full((1, 1, 16), 2.5e-4)
+    v_THV = Inputs(3).normal(1, 1, 12)
+    o_THV, state_HKV, *_ = form(row_THK, row_THK, v_THV, torch.zeros(1, 1, 16), torch.full((1, 1), 0.5), None)
+    close(o_THV, 0.5 * 16**-0.5 * 0.5 * v_THV, 1e-6)
+    close(state_HKV, (0.5 / 16) ** 0.5 * 0.5 * v_THV[0, :, None, :].expand(1, 16, 12), 1e-6)
+
+
 @pytest.mark.parametrize("rate", [-80.0, -1e-6, 0.0])
 def test_extreme_decay_neither_overflows_nor_loses_the_state(rate: float) -> None:
     inputs = _inputs(64, "bounded", "channel")

@@ -53,16 +53,24 @@ def asks(words: str, *images: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": words}, *images]}]
 
 
-def conversation(service: Service) -> list[dict[str, Any]]:
-    """Two answers: a call after an image, then text after the call's result and another image."""
+@pytest.fixture(scope="module")
+def answers(service: Service) -> list[dict[str, Any]]:
+    return conversation(service, streams=True)
+
+
+def conversation(service: Service, streams: bool) -> list[dict[str, Any]]:
+    """Two answers: a call after an image, then text after the call's result and another image. streams: ask for each
+    once more, streamed."""
     turns = asks("Which city?", image(FIRST, 1))
     first = whole(service, messages=turns, **CALL)
-    same(first, streamed(service, messages=turns, **CALL))
+    if streams:
+        same(first, streamed(service, messages=turns, **CALL))
     message = first["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "18 °C"}
     turns = [*turns, message, result, *asks("And here?", image(SECOND, 2))]
     second = whole(service, messages=turns, tools=[WEATHER], max_tokens=24)
-    same(second, streamed(service, messages=turns, tools=[WEATHER], max_tokens=24))
+    if streams:
+        same(second, streamed(service, messages=turns, tools=[WEATHER], max_tokens=24))
     return [first, second]
 
 
@@ -76,8 +84,8 @@ def shown(answer: dict[str, Any]) -> list[Any]:
     return [*said, usage["prompt_tokens"], usage["completion_tokens"]]
 
 
-def test_a_conversation_with_images_and_a_call(service: Service) -> None:
-    first, second = conversation(service)
+def test_a_conversation_with_images_and_a_call(service: Service, answers: list[dict[str, Any]]) -> None:
+    first, second = answers
     assert first["choices"][0]["finish_reason"] == "tool_calls"
 
     def added(size: tuple[int, int, int]) -> int:
@@ -92,9 +100,10 @@ def test_a_conversation_with_images_and_a_call(service: Service) -> None:
     assert second["usage"]["prompt_tokens"] == blind + added(FIRST) + added(SECOND)
 
 
-def test_two_held_experts_say_what_all_of_them_say(service: Service, narrow: Service) -> None:
-    wide, few = conversation(service), conversation(narrow)
-    assert [shown(answer) for answer in few] == [shown(answer) for answer in wide]
+def test_two_held_experts_say_what_all_of_them_say(
+    service: Service, narrow: Service, answers: list[dict[str, Any]]
+) -> None:
+    assert [shown(answer) for answer in conversation(narrow, streams=False)] == [shown(answer) for answer in answers]
     name = "dayzero:engine_expert_evictions"
     assert narrow.total(name) > 0 == service.total(name)
 

@@ -88,7 +88,7 @@ def test_lines_are_narrow_and_have_no_blanks_at_their_end() -> None:
 
 
 def test_a_narrow_terminal_gets_whole_words_and_a_line_that_can_be_drawn_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console_module, "_columns", lambda terminal: 40)
+    monkeypatch.setattr(console_module, "columns_of", lambda terminal: 40)
     out = Terminal()
     console = Console(stdout=out)
     console.table("", ["site", "worst token", "value"], [["layers.0.mixer", "1.0e-05", "some words " * 9]])
@@ -153,6 +153,17 @@ def test_names_from_files_cannot_steer_the_terminal() -> None:
         assert "\x1b" not in text
         assert "\r" not in text
     assert "[bold]m[/bold]" in out.getvalue()
+
+
+def test_an_answer_cannot_steer_the_terminal_and_a_pipe_gets_it_as_it_is() -> None:
+    said = "né\u00a0\u200d日\tx\n\x1b[2J\r\x9b1m\x00"
+    out, piped = Terminal(), io.StringIO()
+    for dim in (False, True):
+        Console(stdout=out).stream(said, dim=dim)
+        Console(stdout=piped).stream(said, dim=dim)
+    shown = "né\u00a0\u200d日\tx\n\\x1b[2J\\r\\x9b1m\\x00"
+    assert out.getvalue() == shown + f"\x1b[2m{shown}\x1b[22m"
+    assert piped.getvalue() == said * 2
 
 
 def test_long_names_are_not_wrapped_or_cut() -> None:

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from dayzero.engine import grammar as grammar_module
 from dayzero.engine.grammar import GrammarError, Grammars, Guard, check_grammar, read_tokenizer, start_matcher
+from dayzero.engine.grammar_words import TOO_COMPLEX
 from dayzero.engine.request import Grammar, GrammarKind, NewRequest, SamplingParams
 from tests.paper.small_tokenizer import END, PAD, THINK, THOUGHT, small_tokenizer, small_tokenizer_json
 
@@ -213,6 +214,18 @@ def test_a_failure_in_flight_is_told_for_its_request_only() -> None:
     assert book.mask("stays") is not None
     book.end("left")
     assert book.mask("left") is None
+    book.close()
+
+
+def test_a_grammar_that_grows_beyond_the_limits_says_so() -> None:
+    """The library takes it, and stops when it has to make its states."""
+    book = grammars()
+    book.begin(requested("much", Grammar(kind="regex", text="a{1000000}")))
+    assert [why for _, why in book.ready(wait=True)] == [None]
+    book.advance("much", ids("aaaa"))
+    with pytest.raises(GrammarError) as said:
+        book.mask("much")
+    assert str(said.value) == TOO_COMPLEX
     book.close()
 
 

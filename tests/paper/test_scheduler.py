@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dayzero.cache.layout import Layout
+from dayzero.engine.grammar_words import TOO_COMPLEX
 from dayzero.engine.request import NewRequest
 from dayzero.engine.step import RowResult, StepResult
 from tests.paper.step_driver import STOP_IDS, Driver, layout_of, prompt, request
@@ -452,6 +453,7 @@ def test_a_token_committed_twice_is_caught() -> None:
 @pytest.mark.parametrize(("why", "kind", "counter"), [
     ("nan", "nan_logits", "bad_rows"),
     ("no token fits the schema here", "grammar", "grammar_failures"),
+    (TOO_COMPLEX, "grammar_too_complex", "grammar_failures"),
 ])  # fmt: skip
 @pytest.mark.parametrize("index", [0, 3])
 def test_a_bad_row_ends_its_request_only(why: str, kind: str, counter: str, index: int) -> None:

@@ -150,6 +150,21 @@ def test_defaults_of_this_api() -> None:
     assert world.engine.seen[0].params.max_tokens == 16
 
 
+@pytest.mark.parametrize(("short", "max_tokens", "given"), [
+    (20, None, 16), (16, None, 16), (1, None, 1), (1, 1, 1), (1, 0, 0), (0, 0, 0), (1, 2, None), (0, None, None),
+    (0, 1, None), (-1, None, None), (-1, 0, None), (-1, 1, None),
+])  # fmt: skip
+def test_context_edges(short: int, max_tokens: int | None, given: int | None) -> None:
+    """A prompt that is ``short`` tokens shorter than the context: what was not asked for is cut to the room."""
+    world = make()
+    prompt = [5] * (world.engine.info.max_model_len - short)
+    answer = client(world).post(URL, json=body(prompt=prompt, max_tokens=max_tokens))
+    if given is None:
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    else:
+        assert answer.status_code == 200 and world.engine.seen[0].params.max_tokens == given
+
+
 def test_without_a_tokenizer_token_ids_are_served() -> None:
     world = make(chat=no_chat())
     got = client(world).post(URL, json=body(prompt=[5, 6], echo=True, logprobs=1, max_tokens=2)).json()["choices"][0]

@@ -42,6 +42,7 @@ def test_overload_and_missing_engines(path: str, body: dict[str, Any]) -> None:
         (("engine_died", "it died."), 503),
         (("nan_logits", "no numbers."), 500),
         (("grammar", "no such schema."), 400),
+        (("grammar_too_complex", "too complex."), 400),
         (("too_long", "too long."), 400),
         (("overloaded", "too many."), 429),
         (("internal", "a bug."), 500),
@@ -74,6 +75,8 @@ def test_an_answer_that_fails_later(path: str, body: dict[str, Any]) -> None:
     assert world.log[0]["error"] == "engine_died"
     taken = ("grammar", "left its grammar.")
     assert client(make(ScriptedEngine(dies_after=3, fails=taken))).post(path, json=body).status_code == 500
+    unknown = ("grammar_too_complex", "too complex.")
+    assert client(make(ScriptedEngine(dies_after=3, fails=unknown))).post(path, json=body).status_code == 400
 
 
 def test_tokens_that_come_together_with_an_error_are_told_first() -> None:

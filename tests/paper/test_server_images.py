@@ -152,9 +152,10 @@ BAD = {
     "cut": (data_uri(file_of(picture(50, 50))[:200]), "cannot be read"),
     "animated": (data_uri(animation(), "image/gif"), "animated"),
     "bomb": (data_uri(png_claiming(9000, 9000)), "9000x9000 pixels"),
-    "file": ("file:///etc/passwd", "must be http, https or a data: URI"),
+    "file": ("file:///etc/passwd", "must be http, https or a data: URI, not file:///etc/passwd."),
     "scheme": ("gopher://somewhere/x", "must be http, https or a data: URI"),
-    "empty": ("", "must be http, https or a data: URI"),
+    "empty": ("", "must be http, https or a data: URI, not a text without a scheme."),
+    "no scheme": ("/etc/passwd", "must be http, https or a data: URI, not a text without a scheme."),
     "http": ("http://127.0.0.1:9/x.png", "not fetched here"),
 }
 

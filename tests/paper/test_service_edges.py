@@ -13,9 +13,12 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 
+from dayzero.commands.serve import ServeArguments, config_of
 from dayzero.engine.step import RowResult, StepResult
+from dayzero.errors import UsageError
+from dayzero.server.config import ServerConfig
 from dayzero.server.run import MAX_HEAD_BYTES, Http
-from tests.paper.server_support import client, make
+from tests.paper.server_support import ask, chat_with, client, make
 from tests.paper.step_driver import Driver, layout_of, prompt, request
 
 
@@ -84,6 +87,34 @@ def test_a_key_beyond_latin_1_is_not_opened_by_question_marks() -> None:
     web = client(make(api_keys=("鍵",)))
     assert web.get("/v1/models", headers={"x-api-key": "?"}).status_code == 401
     assert web.get("/v1/models", headers=[(b"x-api-key", "鍵".encode())]).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", "secret\n", " secret", "sec\nret", "sec\x00ret"])
+def test_a_key_that_no_client_can_send_is_refused_at_the_start(key: str) -> None:
+    with pytest.raises(UsageError, match="an API key"):
+        ServerConfig(served_names=("tiny",), api_keys=("good", key))
+
+
+def test_what_could_never_be_admitted_is_400_and_not_try_again() -> None:
+    """12 requests may run or wait, so 13 answers to one request are refused for good."""
+    arguments = ServeArguments("somewhere", max_running=4, max_waiting=8)
+    assert config_of(arguments).max_choices == 12
+    assert config_of(ServeArguments("somewhere", max_waiting=10**6)).max_choices == ServerConfig.max_choices
+    app = client(make(max_choices=12))
+    for body in ({"prompt": [5], "n": 13}, {"prompt": [[5]] * 13}, {"prompt": [[5]] * 7, "n": 2}):
+        answer = app.post("/v1/completions", json=body | {"max_tokens": 1})
+        assert answer.status_code == 400 and "at most 12" in answer.json()["error"]["message"]
+    assert app.post("/v1/completions", json={"prompt": [[5]] * 12, "max_tokens": 1}).status_code == 200
+
+
+def test_tools_that_no_call_can_come_of_are_named() -> None:
+    plain = chat_with("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    tool = {"type": "function", "function": {"name": "look"}}
+    for tool_choice, named in (("auto", "tools"), ("none", None)):
+        world = make(chat=plain)
+        answer = client(world).post("/v1/chat/completions", json=ask(tools=[tool], tool_choice=tool_choice))
+        assert answer.status_code == 200
+        assert answer.headers.get("x-dayzero-ignored") == named
 
 
 def test_a_token_biased_twice_is_refused() -> None:
