@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -85,13 +86,14 @@ def watched(seen: Seen) -> Iterator[None]:
 
         def generating(q_THD: Tensor, weights_TH: Tensor, keys: Any, **given: Any) -> Tensor:
             selected_TK = generate(q_THD, weights_TH, keys, **given)
-            (span,) = view.spans
-            for position in seen.positions:
-                if span.start <= position < span.start + span.count:
-                    row = slice(position - span.start, position - span.start + 1)
-                    seen.asked[position] = q_THD[row].clone(), weights_TH[row].clone(), given["scale"]
-                    seen.lists[position] = [at for at in selected_TK[row][0].tolist() if at >= 0]
-                    seen.keys = keys.part(span, 0, position + 1)
+            with _disable_current_modes():  # what is kept here is no memory of the step
+                (span,) = view.spans
+                for position in seen.positions:
+                    if span.start <= position < span.start + span.count:
+                        row = slice(position - span.start, position - span.start + 1)
+                        seen.asked[position] = q_THD[row].clone(), weights_TH[row].clone(), given["scale"]
+                        seen.lists[position] = [at for at in selected_TK[row][0].tolist() if at >= 0]
+                        seen.keys = keys.part(span, 0, position + 1)
             return selected_TK
 
         block.generate = generating
@@ -164,7 +166,7 @@ def apart(want: list[int], got: list[int], exact_L: Tensor, ours_L: Tensor) -> t
     """(rows that only one of two sets has, how far the oracle's scores of them are from its cut at most, how far our
     scores and the oracle's differ at most over all rows); both of the spread of the oracle's scores.
 
-    Sets that differ by rounding alone have the second at most twice the third.
+    Sets that differ by rounding alone have the second at most twice the third. Takes two rows or more.
     """
     differ, spread = sorted(set(want) ^ set(got)), exact_L.std()
     error = float((exact_L - ours_L.double()).abs().max() / spread)

@@ -19,7 +19,7 @@ from dayzero.engine.config import EngineConfig
 from dayzero.engine.experts import KeptExperts, keep_experts
 from dayzero.engine.launch import LaunchSpec, LoadProgress
 from dayzero.engine.media import image_info
-from dayzero.errors import MachineError
+from dayzero.errors import MachineError, UsageError
 from dayzero.ops.bind import bound_uses, load_entry_points
 from dayzero.ops.catalog import REFERENCE
 from dayzero.planner.bindings import choose
@@ -63,11 +63,19 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None) -> Load
     hardware, _ = detect()
     asked = dict(config.bindings)
     uses = model.spec.contracts()
-    if asked.pop(EVERYWHERE, None) == REFERENCE:
+    everywhere = asked.pop(EVERYWHERE, None)
+    if everywhere not in (None, REFERENCE):
+        raise UsageError(
+            f"binding *={everywhere}: * goes with {REFERENCE} alone; name the contracts to bind {everywhere}."
+        )
+    if everywhere == REFERENCE:
         bindings: Mapping[str, str] = {}
     else:
         bindings = choose(uses, hardware, ELEMENTS[dtype], catalog)
-    bindings = {**bindings, **bound_uses(asked, uses, catalog)}
+    moved = bound_uses(asked, uses, catalog)
+    # What is asked for holds against what would be chosen, a reference too: ``moved`` names only other variants.
+    left = {place: variant for place, variant in bindings.items() if not _asked(place, asked)}
+    bindings = left | moved
     experts = keep_experts(model, bindings, catalog, config.expert_bytes)
     stack = Stack(model.spec, experts.load, bind=experts.bind, prepack=prepacker(bindings, catalog))
     total = float(experts.bytes_to_load(sum(entry.nbytes for entry in model.index.entries.values())))
@@ -161,6 +169,11 @@ def _pool_tokens(layout: Layout, num_slabs: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if manager.why_never(middle) is None else (low, middle)
     return low
+
+
+def _asked(place: str, asked: Mapping[str, str]) -> bool:
+    """Whether ``contract@site`` is named by what was asked for, by itself or with its contract."""
+    return place in asked or place.partition("@")[0] in asked
 
 
 def _binding_rows(bindings: Mapping[str, str], spec: ModelSpec) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from dayzero.cache.manager import CacheManager
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.launch import LaunchSpec
 from dayzero.engine.load import Loaded, _pool_slabs, load_model
-from dayzero.errors import MachineError
+from dayzero.errors import MachineError, UsageError
 from tests.cpu.engine_support import Engine, ask, prompt_ids
 from tests.paper.step_driver import layout_of
 from tests.paper.store import s3_server, upload
@@ -92,6 +92,27 @@ def test_the_fast_operators_are_bound_and_agree_with_the_references(folder: Path
     # 2^-8 a rounding, about ten roundings on the way through a layer and four layers, half of them to either side.
     assert float((got - want).abs().max()) < 40 * 2**-8 * spread
     assert float((got - want).norm() / want.norm()) < 10 * 2**-8
+
+
+def test_an_asked_for_reference_holds_against_what_would_be_chosen(tmp_path: Path) -> None:
+    """For a contract, for one site of it, and for a contract but for one site."""
+    write_tiny("llama", tmp_path)
+    chosen = load(str(tmp_path), "bfloat16")[0].info.facts["bindings"]
+    norms = {place for place in chosen if place.startswith("norm.rms@")}
+    here = "norm.rms@layers.0.mixer_norm"
+    assert here in norms and len(norms) > 1
+
+    def left(*bindings: tuple[str, str]) -> set[str]:
+        found = load(str(tmp_path), "bfloat16", bindings=bindings)[0].info.facts["bindings"]
+        others = {place: variant for place, variant in chosen.items() if place not in norms}
+        assert {place: variant for place, variant in found.items() if place not in norms} == others
+        return {place for place in found if place in norms}
+
+    assert left(("norm.rms", "reference")) == set()
+    assert left((here, "reference")) == norms - {here}
+    assert left(("norm.rms", "reference"), (here, chosen[here])) == {here}
+    with pytest.raises(UsageError, match=r"\*=torch_cpu: \* goes with reference alone"):
+        left(("*", "torch_cpu"))
 
 
 def _logits(stack: Stack, tokens: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

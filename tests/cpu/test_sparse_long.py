@@ -30,6 +30,8 @@ def test_a_long_prompt_selects_as_the_oracle_does_and_takes_what_is_planned(tmp_
         assert rows == want[position], "what the benchmark asks of the oracle is what its whole forward selects"
         assert got == ran.seen.reference(position, TOP_K)
         assert len(got) == len(rows) == min(TOP_K, position + 1)
+        if position < TOP_K:  # all rows are listed; one row alone has no spread
+            continue
         count, margin, error = long.apart(rows, got, exact_L, ran.seen.scores(position))
         assert error < ROUNDED and count <= 4 and margin <= 2 * error, (position, count, margin, error)
     layout = engine.runner.layout
