@@ -334,7 +334,7 @@ def test_long_prompts_are_tokenised_off_the_loop() -> None:
             beating = asyncio.create_task(beat())
             await web.post("/tokenize", json={"prompt": "wörter " * 30_000})
             beating.cancel()
-        assert beats > 100
+        assert beats > 5  # on the loop none could come in between; how many do is the machine's load
 
     asyncio.run(story())
 
