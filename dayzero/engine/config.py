@@ -88,6 +88,15 @@ class EngineConfig:
             )
         _check_bindings(self.bindings)
 
+    def context(self, trained: int) -> int:
+        """Longest prompt + answer in tokens for a model that was trained for so many. UsageError when more is asked."""
+        if self.max_model_len is not None and self.max_model_len > trained:
+            raise UsageError(
+                f"max_model_len is {self.max_model_len}, but the model was trained for {trained} tokens; "
+                "ask for at most that"
+            )
+        return self.max_model_len or trained
+
     def rows(self) -> list[tuple[str, str]]:
         """(field, value) of every field, for a start-up table."""
         return [(field.name, str(getattr(self, field.name))) for field in fields(self)]

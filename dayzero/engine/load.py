@@ -109,7 +109,7 @@ def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec, promised_
     if config.pool_bytes is not None:
         size = config.pool_bytes
     else:
-        longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
+        longest = config.context(spec.max_positions)
         full = config.max_running * (longest * layout.token_bytes + layout.window_bytes + 2 * layout.state_footprint)
         free = max(0, available_bytes() - promised_bytes)
         size = min(int(POOL_SHARE * free), MOST_POOL_BYTES, max(full, 64 * layout.slab_bytes))
@@ -132,7 +132,12 @@ def _info(
     files = read_tokenizer_files(model.source, model.config)
     stops = ending_ids(launch, files, spec.vocab)
     pool_tokens = _pool_tokens(layout, num_slabs)
-    longest = min(spec.max_positions, config.max_model_len or spec.max_positions, pool_tokens)
+    longest = min(config.context(spec.max_positions), pool_tokens)
+    if config.max_model_len is not None and longest < config.max_model_len:
+        raise MachineError(
+            f"The cache pool holds {pool_tokens:,} tokens of one sequence, not the {config.max_model_len:,} that were "
+            "asked for: give --pool-bytes more, or a smaller --max-model-len."
+        )
     pool = f"{bytes_text(num_slabs * layout.slab_bytes)}, {pool_tokens:,} tokens of one sequence"
     table = [
         ("model", f"{spec.family}, {len(spec.layers)} layers, {dtype}"),

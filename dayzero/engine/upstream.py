@@ -92,7 +92,7 @@ class UpstreamRunner:
         launch, own = self._launch, self._model.config.get_text_config()
         files = read_tokenizer_files(source, config)
         context = next((int(v) for key in CONTEXT_KEYS if (v := getattr(own, key, None))), DEFAULT_CONTEXT)
-        longest = min(context, launch.config.max_model_len or context)
+        longest = launch.config.context(context)
         vocab = int(self._model.get_output_embeddings().weight.shape[0])
         if longest < 2:
             raise CheckpointError(f"config.json of {launch.source} states a context of {context} tokens.")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -169,3 +169,21 @@ def test_a_pool_is_refused_exactly_where_no_request_could_be_served(kind: str) -
             with pytest.raises(MachineError, match="cache pool of .* is too small: give --pool-bytes more"):
                 _pool_slabs(layout, config, cast(ModelSpec, None))
     assert fits
+
+
+def test_a_context_that_the_model_or_the_pool_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """An engine that quietly takes less than it was asked for fails a request later, when nobody looks."""
+    write_tiny("llama", tmp_path)
+
+    def start(**options: Any) -> int:
+        config = EngineConfig(dtype="float32", **options)
+        return load_model(LaunchSpec(source=str(tmp_path), config=config)).info.max_model_len
+
+    trained = start()
+    with pytest.raises(UsageError, match=f"trained for {trained} tokens"):
+        start(max_model_len=trained + 1)
+    small = {"pool_bytes": 1 << 18}
+    held = start(**small)
+    assert held < trained and start(max_model_len=held, **small) == held
+    with pytest.raises(MachineError, match="give --pool-bytes more, or a smaller --max-model-len"):
+        start(max_model_len=held + 1, **small)

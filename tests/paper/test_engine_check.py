@@ -106,6 +106,14 @@ def test_a_config_that_cannot_hold_is_refused(given: dict[str, object], text: st
         EngineConfig(**given)  # type: ignore[arg-type]
 
 
+def test_no_longer_context_is_promised_than_the_model_was_trained_for() -> None:
+    assert EngineConfig().context(4096) == 4096
+    assert EngineConfig(max_model_len=4096).context(4096) == 4096
+    assert EngineConfig(max_model_len=100).context(4096) == 100
+    with pytest.raises(UsageError, match="max_model_len is 4097, but the model was trained for 4096"):
+        EngineConfig(max_model_len=4097).context(4096)
+
+
 def test_a_config_is_frozen_and_crosses_processes_unchanged() -> None:
     config = EngineConfig(max_running=3, chunk_tokens=7, snapshot_tokens=128, bindings=(("layers.*", "reference"),))
     with pytest.raises(AttributeError):
