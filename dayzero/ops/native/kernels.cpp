@@ -78,11 +78,16 @@ inline vf load(const bf16 *p) {
 inline void store(float *p, vf x) { memcpy(p, &x, sizeof x); }
 
 inline void store(bf16 *p, vf x) {
+#if defined(DAYZERO_DOTS) // the same rounding in one instruction; f32 subnormals become zero
+    __m256i narrow = bits_as<__m256i>(_mm512_cvtneps_pbh(bits_as<__m512>(x)));
+    memcpy(p, &narrow, sizeof narrow);
+#else
     vu u = bits_as<vu>(x);
     vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16; // to nearest, ties to even
     vu kept = x == x ? rounded : (u >> 16) | 0x40;     // a NaN must not round to infinity
     vh h = __builtin_convertvector(kept, vh);
     memcpy(p, &h, sizeof h);
+#endif
 }
 
 template <class E> inline vf load_some(const E *p, int64_t n) {
@@ -100,11 +105,15 @@ template <class E> inline void store_some(E *p, vf x, int64_t n) {
 }
 
 inline float sum(vf x) {
+#if defined(DAYZERO_DOTS)
+    return _mm512_reduce_add_ps(bits_as<__m512>(x));
+#else
     float part[LANES];
     memcpy(part, &x, sizeof x);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) part[i] += part[i + width];
     return part[0];
+#endif
 }
 
 // The sums of eight vectors. Adding neighbours pairwise costs a third of eight sums one by one.
@@ -129,6 +138,17 @@ inline void sum8(const vf *x, float *to) {
 
 // e^x by x = n ln2 + r and a polynomial on |r| <= ln2 / 2; 0 below -87.3, the end of normal f32.
 inline vf exponential(vf x) {
+#if defined(DAYZERO_DOTS)
+    const __m512 bound = _mm512_set1_ps(88.3f), given = bits_as<__m512>(x);
+    __m512 c = _mm512_min_ps(bound, _mm512_max_ps(_mm512_set1_ps(-104.0f), given)); // a NaN is the second, and taken
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(c, _mm512_set1_ps(1.44269504088896f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), c), p = _mm512_set1_ps(1.0f / 5040);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    for (float f : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(f));
+    __mmask16 normal = _mm512_cmp_ps_mask(given, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
+    return bits_as<vf>(_mm512_maskz_scalef_ps(normal, p, n));
+#else
     const vf low = splat(-87.3f), high = splat(88.3f);
     vf c = x < low ? low : x;
     c = c > high ? high : c;
@@ -146,6 +166,7 @@ inline vf exponential(vf x) {
     vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
     vf y = p * bits_as<vf>(exponent);
     return x < low ? vf{} : y;
+#endif
 }
 
 inline float most_of(vf x) {
