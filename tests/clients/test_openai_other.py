@@ -168,7 +168,7 @@ BAD = [
     ({"temperature": -1}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": QUESTION * 1000}]}, "prompt"),
+    ({"messages": [{"role": "user", "content": QUESTION * 1000}]}, "messages"),
     ({"tool_choice": "required"}, None),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
     ({"n": 0}, "n"),
