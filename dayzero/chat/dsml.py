@@ -18,7 +18,7 @@ from dayzero.chat.control import ControlTokens
 from dayzero.chat.conversation import Conversation, Message, TextPart, ToolCall
 from dayzero.chat.encoding import Prompt
 from dayzero.chat.families import DSML, DSML_CALLS
-from dayzero.chat.format_encoding import FormatEncoding, all_text
+from dayzero.chat.format_encoding import FormatEncoding, all_text, switches
 from dayzero.chat.tokenizer import Tokenizer
 from dayzero.errors import FieldError, UsageError
 
@@ -123,14 +123,7 @@ def _with_plain_text(message: Message, plain: Plain) -> Message:
 
 def _thinking(conversation: Conversation) -> bool:
     """Whether the model is to reason. UsageError for a switch that the format has no place for."""
-    asked = conversation.template_kwargs
-    unknown = sorted(set(asked) - set(SWITCHES))
-    if unknown:
-        raise FieldError(
-            "chat_template_kwargs",
-            f"chat_template_kwargs has {unknown[0]!r}, which this model's encoder does not know; "
-            f"it knows {', '.join(SWITCHES)}.",
-        )
+    asked = switches(conversation, SWITCHES)
     if asked.get("preserve_thinking"):
         raise FieldError(
             "chat_template_kwargs",

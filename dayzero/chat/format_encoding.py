@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from dayzero.chat import call_grammar, element_grammar
 from dayzero.chat.calls import NewId, random_id
@@ -12,7 +13,7 @@ from dayzero.chat.encoding import GrammarKind, GrammarText, Prompt
 from dayzero.chat.families import Format
 from dayzero.chat.parser import MarkerParser
 from dayzero.chat.tokenizer import Tokenizer
-from dayzero.errors import UsageError
+from dayzero.errors import FieldError, UsageError
 
 
 class FormatEncoding:
@@ -101,6 +102,18 @@ class FormatEncoding:
         if not closing:
             return message
         return replace(message, reasoning=inside.strip("\n"), parts=(TextPart(behind.lstrip("\n")),))
+
+
+def switches(conversation: Conversation, known: Collection[str]) -> Mapping[str, Any]:
+    """``chat_template_kwargs`` of a conversation. FieldError for one that the encoder does not know."""
+    unknown = sorted(set(conversation.template_kwargs) - set(known))
+    if unknown:
+        raise FieldError(
+            "chat_template_kwargs",
+            f"chat_template_kwargs has {unknown[0]!r}, which this model's encoder does not know; "
+            f"it knows {', '.join(known)}.",
+        )
+    return conversation.template_kwargs
 
 
 def all_text(conversation: Conversation) -> Iterable[str]:

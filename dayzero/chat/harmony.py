@@ -21,7 +21,7 @@ from dayzero.chat.control import ControlTokens
 from dayzero.chat.conversation import Conversation, Message
 from dayzero.chat.encoding import GrammarKind, GrammarText, Prompt
 from dayzero.chat.families import HARMONY
-from dayzero.chat.format_encoding import FormatEncoding, all_text
+from dayzero.chat.format_encoding import FormatEncoding, all_text, switches
 from dayzero.chat.tokenizer import Tokenizer
 from dayzero.chat.typescript import declarations
 from dayzero.errors import FieldError
@@ -86,14 +86,7 @@ class HarmonyEncoding(FormatEncoding):
         return Prompt(ids, text.replace(breaker, ""), "reasoning" if opens else "content", continued, closed=closed)
 
     def _system(self, conversation: Conversation) -> str:
-        asked = conversation.template_kwargs
-        unknown = sorted(set(asked) - set(KNOWN))
-        if unknown:
-            raise FieldError(
-                "chat_template_kwargs",
-                f"chat_template_kwargs has {unknown[0]!r}, which this model's encoder does not know; "
-                f"it knows {', '.join(KNOWN)}.",
-            )
+        asked = switches(conversation, KNOWN)
         calls = "\nCalls to these tools must go to the commentary channel: 'functions'." if conversation.offered else ""
         return (
             f"{START}system{MESSAGE}{asked.get('model_identity') or IDENTITY}\n"

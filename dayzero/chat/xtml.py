@@ -24,7 +24,7 @@ from dayzero.chat.channel_grammars import CLOSE, END_OF_MSG, OPEN, SEP
 from dayzero.chat.conversation import Conversation, Message, NamedTool, Part, TextPart, Tool, ToolCall
 from dayzero.chat.encoding import Prompt
 from dayzero.chat.families import THINK, XTML
-from dayzero.chat.format_encoding import FormatEncoding
+from dayzero.chat.format_encoding import FormatEncoding, switches
 from dayzero.chat.tokenizer import Tokenizer
 from dayzero.errors import FieldError
 
@@ -238,14 +238,7 @@ def _declared(tools: Sequence[Tool]) -> str:
 
 def _thinking(conversation: Conversation) -> tuple[bool, str | None]:
     """(whether the model is to reason, how much). FieldError for a switch that the format has no place for."""
-    asked = conversation.template_kwargs
-    unknown = sorted(set(asked) - set(SWITCHES))
-    if unknown:
-        raise FieldError(
-            "chat_template_kwargs",
-            f"chat_template_kwargs has {unknown[0]!r}, which this model's encoder does not know; "
-            f"it knows {', '.join(SWITCHES)}.",
-        )
+    asked = switches(conversation, SWITCHES)
     if asked.get("preserve_thinking") is False:
         raise FieldError(
             "chat_template_kwargs",

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dayzero.engine.request import SamplingParams
 from tests.cpu.cli_support import run_json
 from tests.cpu.engine_support import Engine, ask, prompt_ids
+from tests.cpu.path_recipe import make_twin, plain_forward
 
 HERE = Path(__file__).resolve().parents[1] / "data" / "shared_kv"
 RECIPE, ORACLE, CONFIG = HERE / "lean.py", HERE / "oracle.py", HERE / "config.json"
@@ -24,27 +22,12 @@ WINDOW = 24
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lean") / "twin"
-    code, _ = run_json("twin", str(CONFIG), str(out), "--recipe", str(RECIPE))
-    assert code == 0
-    return out
+    return make_twin(CONFIG, RECIPE, tmp_path_factory.mktemp("lean") / "twin")
 
 
 @pytest.fixture(scope="module")
 def oracle(twin: Path) -> Callable[[list[int]], Tensor]:
-    """tokens -> logits [T, V], from the oracle file and the stored tensors alone."""
-    spec = importlib.util.spec_from_file_location("lean_oracle", ORACLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    tensors = {name: value.float() for file in twin.glob("*.safetensors") for name, value in load_file(file).items()}
-    config = json.loads((twin / "config.json").read_text())
-
-    class Reader:
-        def tensor(self, name: str) -> Tensor:
-            return tensors[name]
-
-    return lambda tokens: module.forward(Reader(), config, tokens, lambda name, value: None)
+    return plain_forward(ORACLE, twin)
 
 
 def greedy(oracle: Callable[[list[int]], Tensor], prompt: list[int]) -> list[int]:

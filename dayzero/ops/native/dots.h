@@ -145,18 +145,6 @@ inline void add_weighed(const bf16 *const *value, int64_t offset, int64_t count,
         for (int i = 0; i < 2 * BLOCKS; i++) _mm512_storeu_ps(out + r * ldo + 16 * i, acc[r][i]);
 }
 
-// e^x for x <= 0, to 2e-7; 0 where a bf16 would be subnormal; a NaN stays one.
-inline __m512 decay(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-100.0f), x); // of a NaN and a number, the second is taken
-    __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896f));
-    __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    f = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), f);
-    __m512 p = _mm512_set1_ps(1.0f / 720);
-    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(p, n);
-}
-
 // One row of KEYS scores -> probabilities over e^top, rounded to ``narrow``; only [begin, end) is visible. Returns by
 // how much what was summed before has to shrink. top and total follow.
 inline float soften_row(const float *score, float factor, int64_t begin, int64_t end, bf16 *narrow, float &top,
@@ -181,7 +169,7 @@ inline float soften_row(const float *score, float factor, int64_t begin, int64_t
     }
     __m512 sums = _mm512_setzero_ps();
     for (int i = 0; i < 4; i++) {
-        __m256i p = bits_as<__m256i>(_mm512_cvtneps_pbh(decay(_mm512_sub_ps(x[i], _mm512_set1_ps(higher)))));
+        __m256i p = bits_as<__m256i>(_mm512_cvtneps_pbh(bits_as<__m512>(exponential(bits_as<vf>(x[i]) - higher))));
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(narrow + 16 * i), p);
         // What is summed is what weighs.
         sums = _mm512_add_ps(sums, bits_as<__m512>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(p), 16)));

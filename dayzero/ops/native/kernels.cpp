@@ -334,15 +334,6 @@ template <class E> struct Attention {
         }
     }
 
-    // Whether both products are of bf16 pairs: q and keys are exact so, probabilities are rounded.
-    bool dots() const {
-#if defined(DAYZERO_DOTS)
-        return std::is_same_v<E, bf16> && a.q_type && a.width % 2 == 0;
-#else
-        return false;
-#endif
-    }
-
     void load_query_words(const Item &it, uint32_t *q) const {
         for (int64_t r = 0; r < it.heads * rows_of(it); r++, q += words) {
             int64_t at = (a.query_start[it.row] + token_of(it, r)) * a.q_token + head_of(it, r) * a.q_head;
@@ -608,8 +599,9 @@ template <class E> struct Attention {
         std::fill(to.top, to.top + rows, -INFINITY);
         std::fill(to.total, to.total + rows, 0.0f);
 #if defined(DAYZERO_DOTS)
+        // Products of bf16 pairs: queries and keys are exact so, probabilities are rounded.
         if constexpr (std::is_same_v<E, bf16>)
-            if (dots()) return run_dots(it, s, to);
+            if (a.q_type && a.width % 2 == 0) return run_dots(it, s, to);
 #endif
         s.q.resize(rows * depth);
         if (rows_of(it) > FEW) {
