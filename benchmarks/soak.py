@@ -39,18 +39,19 @@ BAD = (
 
 @dataclass
 class Soak:
-    """What was seen. rss: (seconds, bytes of all processes). wrong: answers that differ from the one alone."""
+    """What was seen. rss: (seconds, bytes of each process). wrong: answers that differ from the one alone."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    rss: list[tuple[float, int]] = field(default_factory=list)
+    rss: list[tuple[float, list[int]]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     usage_at_end: float = -1.0
     steps: int = 0
 
-    def slope(self) -> tuple[float, float]:
-        """(bytes an hour, t) of the memory behind the warm-up, from block means: neighbouring samples are not
-        independent, blocks nearly are."""
-        kept = self.rss[int(WARM_SHARE * len(self.rss)) :]
+    def slope(self, process: int | None = None) -> tuple[float, float]:
+        """(bytes an hour, t) of the memory behind the warm-up, of all processes or of one, from block means:
+        neighbouring samples are not independent, blocks nearly are."""
+        series = [(t, sum(each) if process is None else each[process]) for t, each in self.rss]
+        kept = series[int(WARM_SHARE * len(series)) :]
         size = len(kept) // NUM_BLOCKS
         blocks = [kept[i * size : (i + 1) * size] for i in range(NUM_BLOCKS)]
         xs = [statistics.fmean(t for t, _ in block) for block in blocks]
@@ -68,7 +69,7 @@ class Soak:
         slope, t = self.slope()
         grown = slope / 3600 * (self.rss[-1][0] - self.rss[0][0])
         # Growth that shows against the spread of the blocks, and is more than what an allocator's arenas move by.
-        if t > T_995_8 and grown > 0.01 * self.rss[-1][1]:
+        if t > T_995_8 and grown > 0.01 * sum(self.rss[-1][1]):
             found.append(f"memory grows by {slope / 2**20:.1f} MiB an hour (t {t:.1f})")
         if self.usage_at_end != 0.0:
             found.append(f"{self.usage_at_end:.2%} of the pool is still held when nothing runs")
@@ -91,18 +92,18 @@ class Server:
         assert line, f"the server ended with {self.process.wait()}"
         self.address: str = json.loads(line)["address"]
 
-    def rss(self) -> int:
-        """Resident bytes of the server and the processes below it."""
-        pids, total = [self.process.pid], 0
+    def rss(self) -> list[int]:
+        """Resident bytes of the server and of each process below it, always in the same order."""
+        pids, seen = [self.process.pid], {}
         while pids:
             pid = pids.pop()
             try:
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+                seen[pid] = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
                 for task in Path(f"/proc/{pid}/task").iterdir():
                     pids += [int(child) for child in (task / "children").read_text().split()]
             except OSError:
                 continue
-        return total
+        return [seen[pid] for pid in sorted(seen)]
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -204,7 +205,10 @@ def main() -> int:
         code = server.stop()
     slope, t = seen.slope()
     print(f"{dict(seen.counts)} in {seen.steps} steps; pool held at the end {seen.usage_at_end:.1%}; exit {code}")
-    print(f"memory {seen.rss[-1][1] / 2**20:.0f} MiB, slope {slope / 2**20:+.2f} MiB/h (t {t:+.2f})")
+    print(f"memory {sum(seen.rss[-1][1]) / 2**20:.0f} MiB, slope {slope / 2**20:+.2f} MiB/h (t {t:+.2f})")
+    for i, last in enumerate(seen.rss[-1][1]):
+        slope, t = seen.slope(i)
+        print(f"  process {i}: {last / 2**20:.1f} MiB, slope {slope / 2**20:+.3f} MiB/h (t {t:+.2f})")
     for fault in seen.faults():
         print("FAULT:", fault)
     return 1 if seen.faults() or code else 0

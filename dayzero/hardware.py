@@ -52,18 +52,20 @@ def _record(
     return Hardware(name, int(memory_gb * GB), bandwidth_tb * TB, link_gb * GB, rates, **more)
 
 
+_KERNELS = ("triton", "cuda_bindings")  # packages: a plan for a machine that is not this one supposes they are there
+
 HARDWARE: Mapping[str, Hardware] = {
     h.name: h
     for h in (
-        _record("h100", 80, 3.35, 450, {"bf16": 989, "e4m3": 1979}, features=frozenset({"sm90", "fp8"})),
-        _record("h200", 141, 4.8, 450, {"bf16": 989, "e4m3": 1979}, features=frozenset({"sm90", "fp8"})),
+        _record("h100", 80, 3.35, 450, {"bf16": 989, "e4m3": 1979}, features=frozenset({"sm90", "fp8", *_KERNELS})),
+        _record("h200", 141, 4.8, 450, {"bf16": 989, "e4m3": 1979}, features=frozenset({"sm90", "fp8", *_KERNELS})),
         _record(
             "b200", 180, 7.7, 900, {"bf16": 2250, "e4m3": 4500, "e2m1": 9000},
-            features=frozenset({"sm100", "fp8", "fp4", "block_scaled"}),
+            features=frozenset({"sm100", "fp8", "fp4", "block_scaled", *_KERNELS}),
         ),
         _record(
             "b300", 288, 8.0, 900, {"bf16": 2250, "e4m3": 4500, "e2m1": 13500},
-            features=frozenset({"sm103", "fp8", "fp4", "block_scaled"}),
+            features=frozenset({"sm103", "fp8", "fp4", "block_scaled", *_KERNELS}),
         ),
         _record(
             "mi355x", 288, 8.0, 538, {"bf16": 2300, "e4m3": 4600, "e2m1": 9200}, target="rocm",

@@ -70,6 +70,9 @@ PLANTED = [
     ("blocks/a.py", LONG_FUNCTION, "f has 61 lines"),
     ("blocks/a.py", "class A:\n" + "".join(f"    {line}\n" for line in LONG_FUNCTION.splitlines()), "f has 61 lines"),
     ("blocks/a.py", "def f(a, b, c, /, d, e, *, g, h, i, j): ...\n", "f has 9 parameters"),
+    ("blocks/a.py", "@jit\n" + LONG_FUNCTION, "f has 61 lines"),
+    ("ops/triton/a.py", "def f(a, b, c, /, d, e, *, g, h, i, j): ...\n", "f has 9 parameters"),
+    ("ops/triton/a.py", "@triton.jit\ndef f():\n" + "    pass\n" * 140, "f has 141 lines"),
     ("blocks/a.py", "class A: ...\nclass B(A): ...\nclass C(B): ...\n", "class C is 3 deep"),
 ]
 
@@ -87,6 +90,7 @@ CLEAN = {
     "demo.py": "NAME = 'smollm'\n",
     "commands/frame.py": "try:\n    f()\nexcept Exception:\n    pass\n",
     "oracles/a.py": "import torch\nNAME = 'KimiK3'\n",
+    "ops/triton/a.py": "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i):\n" + "    pass\n" * 100,
     "ops/a.py": "class A:\n    def f(self, a, b, c, d, e, g, h, i): ...\nclass B(A): ...\n",
 }
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from dayzero.errors import MachineError
 from dayzero.hardware import HARDWARE, Hardware
 
 HERE = "here"
+# Word that a catalog line uses -> module. Records of accelerators have them all: a plan made elsewhere supposes them.
+KERNEL_PACKAGES = {"triton": "triton", "cuda_bindings": "cuda.bindings"}
 
 
 def detect() -> tuple[Hardware, int]:
@@ -70,4 +73,16 @@ def _accelerators() -> tuple[Hardware, int] | None:
     known = next((h for name, h in HARDWARE.items() if name in word), None)
     base = known or HARDWARE["h100"]
     name = base.name if known else f"{properties.name} (rates of {base.name})"
-    return replace(base, name=name, memory_bytes=properties.total_memory), torch.cuda.device_count()
+    features = base.features - KERNEL_PACKAGES.keys() | kernel_packages()
+    here = replace(base, name=name, memory_bytes=properties.total_memory, features=features)
+    return here, torch.cuda.device_count()
+
+
+def kernel_packages() -> frozenset[str]:
+    """``triton``, ``cuda_bindings``: packages that compile kernels for an accelerator, those that are installed."""
+    return frozenset(word for word, name in KERNEL_PACKAGES.items() if _installed(name))
+
+
+def _installed(name: str) -> bool:
+    parent = name.rpartition(".")[0]
+    return (not parent or _installed(parent)) and find_spec(name) is not None

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from dayzero.ops.contract import relative_l2
+from tests.parity import close, tensors
+
+__all__ = ["close", "poisoned_memory", "randomise", "tensors", "unwrapped"]
 
 
 @pytest.fixture(autouse=True)
@@ -19,22 +20,6 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def close(got: Tensor, want: Tensor, bound: float) -> None:
-    """Relative L2 distance within ``bound``; infinities must stand in the same places."""
-    infinite = ~torch.isfinite(want)
-    assert got.shape == want.shape
-    assert torch.equal(got[infinite].double(), want[infinite].double())
-    error = relative_l2(got.masked_fill(infinite, 0), want.masked_fill(infinite, 0))
-    assert error <= bound, f"relative L2 error {error:.3g}, allowed {bound:.3g}"
-
-
-def tensors(result: Any) -> list[Tensor]:
-    """The tensors of a result, nested tuples flattened."""
-    if isinstance(result, Tensor):
-        return [result]
-    return [tensor for part in result for tensor in tensors(part)]
 
 
 def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,37 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from ops_support import close, poisoned_memory, tensors  # noqa: F401
+from ops_support import poisoned_memory, tensors  # noqa: F401
 
 from dayzero.errors import MachineError, UsageError
-from dayzero.ops.bind import bind, check_bindings, load_entry_points, prepack_of, resolve
-from dayzero.ops.cases import CASES, traits_of
-from dayzero.ops.catalog import CATALOG, REFERENCE, Catalog, Line, builtin, lacking
+from dayzero.ops.bind import bind, check_bindings, load_entry_points, resolve
+from dayzero.ops.cases import CASES
+from dayzero.ops.catalog import CATALOG, REFERENCE, Catalog, Line, builtin
 from dayzero.ops.contract import CONTRACTS
 from dayzero.planner.detect import detect
-
-ELEMENT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+from tests.parity import ELEMENT, check_parity, fits
 
 
 def _all_cases() -> list[Any]:
     return [pytest.param(n, case, id=f"{n}-{case.name}") for n, cases in CASES.items() for case in cases]
 
 
-def _element(inputs: dict[str, Any]) -> str:
-    """The narrowest float type among the inputs."""
-    found = {ELEMENT[x.dtype] for x in tensors([v for v in inputs.values() if isinstance(v, torch.Tensor)])
-             if x.dtype in ELEMENT} - {"f32"}  # fmt: skip
-    return next(iter(found), "f32")
-
-
-def _fits(line: Line, inputs: dict[str, Any]) -> bool:
-    kind = {"kind": inputs["kind"]} if "kind" in inputs else {}
-    return not lacking(line, traits_of(inputs) | kind) and (not line.dtypes or _element(inputs) in line.dtypes)
-
-
 def _parity() -> list[Any]:
     features = detect()[0].features
-    pairs = [(line, case) for line in CATALOG.lines.values() for case in CASES[line.contract]]
+    # What needs a GPU is compared in tests/gpu, and as far as its interpreter goes in tests/interpreter.
+    lines = [line for line in CATALOG.lines.values() if line.target != "cuda"]
+    pairs = [(line, case) for line in lines for case in CASES[line.contract]]
     return [
         pytest.param(
             line, case, id=f"{line.contract}-{line.variant}-{case.name}",
@@ -47,13 +36,13 @@ def _parity() -> list[Any]:
             if not features.issuperset(line.needs) else [],
         )
         for line, case in pairs
-        if line.variant != REFERENCE and _fits(line, case.make(0))
+        if line.variant != REFERENCE and fits(line, case.make(0))
     ]  # fmt: skip
 
 
 def test_catalog_and_contracts_agree_both_ways() -> None:
     for line in CATALOG.lines.values():
-        assert callable(resolve(line))
+        assert line.target == "cuda" or callable(resolve(line))
     references = {line.contract: line for line in CATALOG.lines.values() if line.variant == REFERENCE}
     assert set(references) == set(CONTRACTS)
     for name, declared in CONTRACTS.items():
@@ -86,24 +75,12 @@ def test_a_reference_is_finite_repeatable_and_leaves_its_inputs_alone(name: str,
 @pytest.mark.parametrize("line, case", _parity())
 def test_a_variant_matches_its_reference(line: Line, case: Any) -> None:
     for seed in (0, 1):
-        inputs = case.make(seed)
-        wants = tensors(CONTRACTS[line.contract].body(**inputs))
-        given, prepack = case.make(seed), prepack_of(line)
-        if prepack is not None:  # the variant takes the packed weight under a name of its own, in the same place
-            arguments = [prepack(v) if k == "w_NK" else v for k, v in given.items()]
-            gots = tensors(resolve(line)(*arguments))
-        else:
-            gots = tensors(resolve(line)(**given))
-        assert len(gots) == len(wants)
-        bound = CONTRACTS[line.contract].bound[_element(inputs)]
-        for got, want in zip(gots, wants):
-            assert got.dtype == want.dtype
-            close(got, want, bound.value)
+        check_parity(line, case, seed)
 
 
 def test_some_case_reaches_every_option_of_a_variant() -> None:
     tried = {(p.values[0].contract, p.values[0].variant) for p in _parity()}
-    assert tried == {key for key in CATALOG.lines if key[1] != REFERENCE}
+    assert tried == {key for key, line in CATALOG.lines.items() if key[1] != REFERENCE and line.target != "cuda"}
 
 
 def test_bind_gives_the_reference_unless_told_otherwise() -> None:

@@ -28,10 +28,12 @@ def test_a_mixed_load_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_growth_is_told_from_noise() -> None:
-    level = Soak(usage_at_end=0.0, rss=[(float(i), 10**8 + (i * 7919) % 1000) for i in range(600)])
+    level = Soak(usage_at_end=0.0, rss=[(float(i), [10**8 + (i * 7919) % 1000, 10**7]) for i in range(600)])
     level.counts.update({"aborted": 1, "bad": 1, "answers": 1})
     assert level.faults() == []
-    leak = Soak(usage_at_end=0.0, rss=[(t, b + int(5000 * t)) for t, b in level.rss], counts=level.counts)
+    growing = [(t, [first + int(5000 * t), second]) for t, (first, second) in level.rss]
+    leak = Soak(usage_at_end=0.0, rss=growing, counts=level.counts)
     assert "memory grows" in leak.faults()[0]
+    assert leak.slope(0)[0] == pytest.approx(5000 * 3600, rel=0.01) and leak.slope(1)[0] == 0
     held = Soak(usage_at_end=0.01, rss=level.rss, counts=level.counts)
     assert "still held" in held.faults()[0]

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch  # noqa: F401 - brings the OpenMP runtime
 
 from dayzero.errors import MachineError
+from dayzero.ops.kernel_cache import own_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 INCLUDED = (Path(__file__).with_name("dots.h"),)
@@ -48,7 +49,7 @@ def load(defines: tuple[str, ...], cache: Path | None = None) -> ctypes.CDLL:
     compiler, runtime = find_compiler(), find_openmp()
     flags = (*FLAGS, *(f"-D{define}" for define in defines))
     name = f"kernels-{_key(compiler, runtime, flags)}.so"
-    folder = _folder(cache)
+    folder = own_folder("native", cache)
     if folder is None:  # no folder of this user's own: a shared one would let others plant a library
         return _load_once(name, compiler, runtime, flags)
     path = folder / name
@@ -151,14 +152,3 @@ def cpu_flags() -> str:
     wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     first = text.split("\n\n")[0].splitlines()
     return "\n".join(line for line in first if line.partition(":")[0].strip() in wanted)
-
-
-def _folder(cache: Path | None) -> Path | None:
-    """The cache folder, made if need be, when it is this user's own and can be written to."""
-    try:
-        folder = cache or Path.home() / ".cache" / "dayzero" / "native"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ours = folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022
-    except (OSError, RuntimeError):  # RuntimeError: no home folder
-        return None
-    return folder if ours and os.access(folder, os.W_OK) else None

@@ -1,0 +1,1 @@
+"""``python -m dayzero.ops.bench``: what each variant takes at real shapes, against its floor and against peers."""

@@ -1,0 +1,37 @@
+"""One line of the catalog: a variant of an operator contract. No torch.
+
+``traits`` of a line: option -> values it supports. Among the values "int" and "float" stand for any such number; all
+others are meant literally. An option that a line does not name is one it does not have. Options are named as the
+specs in ``arch`` name what they are, which need not be an argument: ``index`` is True where an index list is passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Traits = Mapping[str, tuple[object, ...]]
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """contract: ``family.word``. variant: its name, ``reference`` for the body. target: ``any`` device, ``cpu``,
+    ``cuda``… needs: packages and features, e.g. ``triton>=3.5``. module: ``package.module:function``.
+
+    prepack: ``package.module:function`` that lays a weight [N, K] out for this variant, whose function then takes the
+    result (which has ``nbytes``) in the weight's place; empty when it takes the weight as it is. rank: a plan prefers
+    the highest that fits; 0 is never preferred. dtypes: activation dtypes it is limited to (``bf16``), empty for any.
+    packed: of experts: it takes their matrices by expert alone, each in 4 bits (``decl.Mxfp4``) or as a tensor.
+    """
+
+    contract: str
+    variant: str
+    target: str
+    needs: tuple[str, ...]
+    module: str
+    traits: Traits = field(default_factory=dict)
+    prepack: str = ""
+    rank: int = 0
+    dtypes: tuple[str, ...] = ()
+    packed: bool = False

@@ -1,0 +1,29 @@
+"""Whether Triton kernels can run here, and what the wrappers around them share."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from dayzero.errors import MachineError
+
+# Triton's interpreter runs kernels on a CPU, in numpy; tests use it. A constant of the library, read once at import.
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+
+def check_machine() -> None:
+    """Raise MachineError where no kernel can run: without an accelerator that Triton has a backend for."""
+    if not (INTERPRETED or torch.cuda.is_available()):
+        raise MachineError("variants in Triton need an NVIDIA GPU, and torch sees none; bind others to these sites")
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of the device; 4 in the interpreter, so that loops over a grid are walked there too."""
+    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def counts_fit(*tensors: Tensor) -> None:
+    """Assert that element numbers of each tensor fit 31 bits: for kernels that count in int32."""
+    for one in tensors:
+        assert one.numel() < 2**31, f"{tuple(one.shape)} has more elements than int32 can count"

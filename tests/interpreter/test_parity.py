@@ -1,0 +1,47 @@
+"""Variants in Triton against their references, as far as the interpreter goes.
+
+It multiplies no bf16 tiles and has no instructions of a chip; what it cannot run is listed here by name, with the test
+on a GPU that stands in, and the list is held to be true.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the environment for these tests is made by .ci/run")
+
+from dayzero.ops.cases import CASES
+from dayzero.ops.catalog import CATALOG, Line
+from dayzero.ops.contract import Case
+from tests.parity import check_parity, element_of, fits
+
+# contract/variant -> why the interpreter cannot run it. Stands in: tests/gpu/test_parity.py, which runs every line.
+NOT_HERE: dict[str, str] = {}
+LINES = [
+    line for line in CATALOG.lines.values() if line.target == "cuda" and line.module.startswith("dayzero.ops.triton")
+]
+
+
+def _runs(line: Line, case: Case) -> bool:
+    inputs = case.make(0)
+    return fits(line, inputs) and (not line.dtypes or element_of(inputs) != "bf16" or "f32" not in line.dtypes)
+
+
+def _pairs() -> list[Any]:
+    here = [line for line in LINES if f"{line.contract}/{line.variant}" not in NOT_HERE]
+    pairs = [(line, case) for line in here for case in CASES[line.contract] if _runs(line, case)]
+    return [pytest.param(*pair, id=f"{pair[0].contract}-{pair[0].variant}-{pair[1].name}") for pair in pairs]
+
+
+@pytest.mark.parametrize("line, case", _pairs())
+def test_a_variant_matches_its_reference(line: Line, case: Case) -> None:
+    check_parity(line, case, 0)
+
+
+def test_what_is_not_run_here_exists_and_what_is_run_has_a_case() -> None:
+    known = {f"{line.contract}/{line.variant}" for line in LINES}
+    assert set(NOT_HERE) <= known, "a name in NOT_HERE is no variant any more"
+    tried = {f"{p.values[0].contract}/{p.values[0].variant}" for p in _pairs()}
+    assert tried == known - set(NOT_HERE)
