@@ -103,7 +103,7 @@ def program(venv: str, name: str) -> str:
     """A program of a client's environment. AssertionError, not a skip, where it is missing: a client that nobody runs
     proves nothing."""
     found = VENVS / venv / "bin" / name
-    assert found.exists(), f"{found.relative_to(ROOT)} is missing; run `python tests/clients/make_venvs.py {venv}`"
+    assert found.exists(), f"{found.relative_to(ROOT)} is missing; run `python tests/make_venvs.py {venv}`"
     return str(found)
 
 

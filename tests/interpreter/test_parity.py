@@ -1,7 +1,8 @@
-"""Variants in Triton against their references, as far as the interpreter goes.
+"""Variants in Triton against their references on a CPU, as far as Triton's interpreter goes: smallest odd sizes.
 
-It multiplies no bf16 tiles and has no instructions of a chip; what it cannot run is listed here by name, with the test
-on a GPU that stands in, and the list is held to be true.
+`.ci/run` runs this with TRITON_INTERPRET=1 in an environment of its own: beside triton, other libraries take a machine
+for one with a GPU. The interpreter multiplies no bf16 tiles and has no instructions of a chip; what it cannot run is
+listed here by name, with the reason, and the list is held to be true. On a GPU tests/gpu/test_parity.py runs all.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="the environment for these tests is made by .ci/run")
-
 from dayzero.ops.cases import CASES
 from dayzero.ops.catalog import CATALOG, Line
 from dayzero.ops.contract import Case
 from tests.parity import check_parity, element_of, fits
+
+triton = pytest.importorskip("triton", reason="the environment for these tests is made by .ci/run")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("needs TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
 
 # contract/variant -> why the interpreter cannot run it. Stands in: tests/gpu/test_parity.py, which runs every line.
 NOT_HERE: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Makes the environments of clients that cannot share ours: ``python tests/clients/make_venvs.py [NAME...]``.
+"""Makes the environments of tests that cannot share ours: ``python tests/make_venvs.py [NAME...]``.
 
-One below ``.venvs/`` for each ``requirements-NAME.txt`` beside this file. One that is complete and whose list has not
-changed is left alone; anything else is made anew. Needs a package index; nothing but the standard library here.
+One below ``.venvs/`` for each ``requirements-NAME.txt`` in a folder of tests. One that is complete and whose list has
+not changed is left alone; anything else is made anew. Needs a package index; nothing but the standard library here.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import venv
 from pathlib import Path
 
 HERE = Path(__file__).parent
-VENVS = HERE.parents[1] / ".venvs"
+VENVS = HERE.parent / ".venvs"
 PREFIX = "requirements-"
 MARK = "complete"  # holds what the environment was made from; written last
 
 
 def main(asked: list[str]) -> int:
-    lists = {file.stem.removeprefix(PREFIX): file for file in sorted(HERE.glob(f"{PREFIX}*.txt"))}
+    lists = {file.stem.removeprefix(PREFIX): file for file in sorted(HERE.glob(f"*/{PREFIX}*.txt"))}
     unknown = [name for name in asked if name not in lists]
     if unknown:
-        print(f"no {PREFIX}{unknown[0]}.txt here; there are {', '.join(lists)}", file=sys.stderr)
+        print(f"no {PREFIX}{unknown[0]}.txt in a folder here; there are {', '.join(lists)}", file=sys.stderr)
         return 2
     for name in asked or lists:
         make(name, lists[name])
