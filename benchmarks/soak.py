@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ import httpx
 
 NUM_PROMPTS, NUM_CLIENTS, SAMPLE_SECONDS, WARM_SHARE, NUM_BLOCKS = 12, 8, 0.5, 0.3, 10
 T_995_8 = 3.355  # Student's t, 8 degrees of freedom, both tails 1 %
+# Small enough to be in use as a whole before the warm-up ends: memory of the pool becomes resident when a block is used
+# for the first time, which is no growth of the server.
+POOL_BYTES = "1MiB"
 BAD = (
     {"prompt": "x", "max_tokens": -1},
     {"prompt": [[]], "max_tokens": 1},
@@ -110,8 +114,11 @@ class Server:
         return self.process.wait(60)
 
 
-async def soak(address: str, rss: Any, seconds: float, vocab: int, seed: int = 0) -> Soak:
-    """Load a server for so long. rss: a function that gives its resident bytes. Prompts are ids in [3, vocab)."""
+async def soak(
+    address: str, rss: Callable[[], list[int]], seconds: float, vocab: int, warm_seconds: float = 0.0, seed: int = 0
+) -> Soak:
+    """Load a server for so long, behind as much of the same load as is to warm it up. rss: gives the resident bytes of
+    its processes. Prompts are ids in [3, vocab)."""
     out, deal = Soak(), random.Random(seed)
     base = [deal.randrange(3, vocab) for _ in range(90)]
     prompts = [
@@ -122,7 +129,8 @@ async def soak(address: str, rss: Any, seconds: float, vocab: int, seed: int = 0
         alone = [await _answer(http, prompt, 4 + 3 * i) for i, prompt in enumerate(prompts)]
         began, stop = time.monotonic(), asyncio.Event()
         tasks = [asyncio.create_task(_client(http, i, prompts, alone, out, stop)) for i in range(NUM_CLIENTS)]
-        while time.monotonic() - began < seconds:
+        await asyncio.sleep(warm_seconds)
+        while time.monotonic() - began < warm_seconds + seconds:
             await asyncio.sleep(SAMPLE_SECONDS)
             out.rss.append((time.monotonic() - began, rss()))
         stop.set()
@@ -196,11 +204,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--warm-seconds", type=float, default=0, help="load before the first sample")
     parser.add_argument("--vocab", type=int, default=500)
     given = parser.parse_args()
-    server = Server(given.folder, "--dtype", "float32", "--bind", "*=reference", "--pool-bytes", "64MiB")
+    server = Server(given.folder, "--dtype", "float32", "--bind", "*=reference", "--pool-bytes", POOL_BYTES)
     try:
-        seen = asyncio.run(soak(server.address, server.rss, given.seconds, given.vocab))
+        seen = asyncio.run(soak(server.address, server.rss, given.seconds, given.vocab, given.warm_seconds))
     finally:
         code = server.stop()
     slope, t = seen.slope()

@@ -130,6 +130,83 @@ class ParamDecl:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedRow:
+    """A token's row of a cache kept as e4m3 codes with scales, to the byte; little-endian.
+
+    record: its name. shape: of the row, flattened: what it is without ``plain`` last elements is ``num_codes`` codes.
+    Every ``tile`` codes share a scale; the last tile of a row may be short. scale: ``f32``; ``pow2``, an f32 that is a
+    power of two; ``e8m0``, one byte e for 2^(e - 127), 255 for NaN. plain: last elements of the row that stay bf16.
+    planar: a page keeps the codes of all its tokens and then the scales of all, so that each token's codes begin as
+    aligned as their number; else one token's codes, scales and plain elements lie together, padded with zeros so that
+    scales begin on multiples of 4 and tokens on multiples of 16.
+    Sources: 512 codes, 4 scales, 64 plain is FlashMLA's row of 656 bytes; pages by planes are DeepGEMM's.
+    """
+
+    record: str
+    shape: tuple[int, ...]
+    tile: int
+    scale: Literal["f32", "pow2", "e8m0"]
+    plain: int = 0
+    planar: bool = True
+
+    @property
+    def num_codes(self) -> int:
+        return prod(self.shape) - self.plain
+
+    @property
+    def num_scales(self) -> int:
+        return -(-self.num_codes // self.tile)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of all scales of a row."""
+        return self.num_scales * (1 if self.scale == "e8m0" else 4)
+
+    @property
+    def scales_at(self) -> int:
+        """Where the scales of a row begin that lies together."""
+        return -(-self.num_codes // 4) * 4
+
+    @property
+    def plain_at(self) -> int:
+        """Where the plain elements of a row begin that lies together."""
+        return self.scales_at + self.scale_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one token; a page takes so many times its tokens."""
+        if self.planar:
+            return self.num_codes + self.scale_bytes
+        return -(-(self.plain_at + 2 * self.plain) // 16) * 16
+
+    @property
+    def padded(self) -> bool:
+        """Whether a token's bytes hold zeros between or behind its parts."""
+        return self.num_bytes > self.num_codes + self.scale_bytes + 2 * self.plain
+
+
+PACKED_PAGE_TOKENS = 16  # a page of packed rows has a multiple of so many, so that its planes are aligned
+TILE, MX_TILE = 128, 32  # elements that share a scale
+LATENT_PARTS = (512, 64)  # latent and shared key of a row of 656 bytes
+
+
+def packed_row(record: str, shape: tuple[int, ...], parts: tuple[int, ...] = ()) -> PackedRow | None:
+    """How a row [*shape] lies in ``record``; None for plain elements. parts: as in ``decl.CacheNeed``.
+
+    Tiles of 128 and 32 end with the row's last dimension; of K and V each head is a tile of its own.
+    """
+    if record.startswith("mla_fp8"):
+        assert len(shape) == 1 and sum(parts) == shape[0], (shape, parts)
+        assert record != "mla_fp8_656" or parts == LATENT_PARTS, (record, parts)
+        return PackedRow(record, shape, TILE, "pow2", plain=parts[1], planar=False)
+    if record == "kv_fp8":
+        return PackedRow(record, shape, shape[-1], "f32")
+    if record == "idx_fp8_128":
+        return PackedRow(record, shape, TILE, "f32")
+    return PackedRow(record, shape, MX_TILE, "e8m0") if record == "idx_mxfp8_32" else None
+
+
+@dataclass(frozen=True, slots=True)
 class CacheNeed:
     """What a layer keeps between steps.
 
@@ -139,6 +216,7 @@ class CacheNeed:
     the current one included. shares: name of the need whose storage this one aliases.
     rewind: how a state goes back to an earlier token when a draft is rejected.
     parts: how the last dimension divides into pieces that are stored differently (latent, shared key).
+    packed: how a token's row is kept where that is not as plain elements.
     """
 
     name: str
@@ -151,6 +229,7 @@ class CacheNeed:
     shares: str | None = None
     rewind: Literal["truncate", "copies", "replay"] = "truncate"
     parts: tuple[int, ...] = ()
+    packed: PackedRow | None = None
 
     @property
     def numel(self) -> int:

@@ -6,9 +6,9 @@ first. Blocks hand whole steps to paged operators, or go through ``view.spans``;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +47,37 @@ class Where:
     offsets: Tensor
 
 
+class Codec(Protocol):
+    """How records that are not plain elements are read and written: codes and scales (``ops/records``).
+
+    rows: uint8 [N, page, bytes a token], blocks as in ``Paged``.
+    """
+
+    @property
+    def record(self) -> str:
+        """Name of the record."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a token's values."""
+
+    def headed(self) -> Codec:
+        """The same, of values [1, *shape]."""
+
+    def write(self, rows: Tensor, blocks: Tensor, offsets: Tensor, values: Tensor) -> None:
+        """Encode values [T, *shape] into the places [T] of ``rows``."""
+
+    def read(self, rows: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """float32 [*places, *shape] at the places that blocks and offsets name together."""
+
+    def pages(self, rows: Tensor, blocks: Tensor) -> Tensor:
+        """float32 [n, page, *shape] of whole blocks [n]."""
+
+
+# (values [T, *shape], rows, blocks [T], offsets [T], codec or None) -> None: the contract ``cache.write``
+Write = Callable[..., Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Paged:
     """One need's records of all rows of a step, where they lie. R rows, P pages at most, N block numbers.
@@ -55,7 +86,7 @@ class Paged:
     block all is contiguous; ``rows.stride(0)`` is how far block numbers lie apart, which may be less than a block (then
     not every number is one's own). table, first: as in Where. query_start: [R+1] int32, where each row's tokens begin
     in the packed step. start: [R] int32, position of each row's first token in this step. spans: the last two, as the
-    host knows them.
+    host knows them. codec: how rows are read that are not plain elements; rows are then uint8 [N, page, bytes].
     """
 
     rows: Tensor
@@ -64,39 +95,60 @@ class Paged:
     query_start: Tensor
     start: Tensor
     spans: tuple[Span, ...]
+    codec: Codec | None = None
 
     @property
     def page(self) -> int:
         return self.rows.shape[1]
 
+    @property
+    def record(self) -> str:
+        """Name of a record with a codec; empty for plain elements."""
+        return "" if self.codec is None else self.codec.record
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one token's values."""
+        return tuple(self.rows.shape[2:]) if self.codec is None else self.codec.shape
+
+    def headed(self) -> Paged:
+        """The same records as those of one head, [1, *shape]."""
+        if self.codec is not None:
+            return replace(self, codec=self.codec.headed())
+        return replace(self, rows=self.rows[:, :, None])
+
     def history(self, span: Span) -> tuple[Tensor, int]:
         """(records [L, *need.shape] oldest first, position of the first): up to and including the span's last token.
-        A copy."""
+        A copy; float32 where there is a codec."""
         first = int(self.first[span.row])
         length = span.start + span.count - first
         blocks = self.table[span.row, : -(-length // self.page)].long()
-        return self.rows[blocks].flatten(0, 1)[:length], first
+        return self._pages(blocks).flatten(0, 1)[:length], first
 
     def part(self, span: Span, begin: int, end: int) -> Tensor:
-        """Records [end - begin, *need.shape] of positions [begin, end) of the span's sequence. A copy."""
+        """Records [end - begin, *need.shape] of positions [begin, end) of the span's sequence. A copy, as above."""
         first = int(self.first[span.row])
         assert first <= begin <= end, f"row {span.row} holds positions from {first} on, not {begin}"
         page, skip = (begin - first) // self.page, (begin - first) % self.page
         blocks = self.table[span.row, page : -(-(end - first) // self.page)].long()
-        return self.rows[blocks].flatten(0, 1)[skip : skip + end - begin]
+        return self._pages(blocks).flatten(0, 1)[skip : skip + end - begin]
 
     def take(self, span: Span, positions: Tensor) -> Tensor:
-        """Records [*positions.shape, *need.shape] at int64 positions of the span's sequence. A copy."""
+        """Records [*positions.shape, *need.shape] at int64 positions of the span's sequence. A copy, as above."""
         places = positions - int(self.first[span.row])
-        blocks = self.table[span.row].long()[places // self.page]
-        return self.rows[blocks, places % self.page]
+        blocks, offsets = self.table[span.row].long()[places // self.page], places % self.page
+        return self.rows[blocks, offsets] if self.codec is None else self.codec.read(self.rows, blocks, offsets)
+
+    def _pages(self, blocks: Tensor) -> Tensor:
+        return self.rows[blocks] if self.codec is None else self.codec.pages(self.rows, blocks)
 
 
 class TokenStore(Protocol):
     """Per-token records of one cache need, e.g. KV rows. What is read and written where is in the view."""
 
-    def append(self, view: StepView, values: Tensor) -> None:
-        """Write values [T, *need.shape], one record for each token of the step."""
+    def append(self, view: StepView, values: Tensor, write: Write | None = None) -> None:
+        """Write values [T, *need.shape], one record for each token of the step. write: what does it (the contract
+        ``cache.write`` as bound to a site); None: the plain way."""
 
     def pages(self, view: StepView) -> Paged:
         """All rows' records. Call after ``append``."""
@@ -106,8 +158,24 @@ class TokenStore(Protocol):
         least the last window-1 tokens before the span and the span itself. Call after ``append``."""
 
 
+@dataclass(frozen=True, slots=True)
+class States:
+    """One need's states of all rows of a step, where they lie. R rows, N block numbers.
+
+    rows: [N, *need.shape], the pool as this need sees it; within a block all is contiguous, ``rows.stride(0)`` as in
+    ``Paged``. table: [R] int32, any stride: the block of each row, the same for all needs of a layer.
+    """
+
+    rows: Tensor
+    table: Tensor
+
+
 class StateStore(Protocol):
     """Per-sequence state of one cache need, e.g. a recurrent state."""
+
+    def states(self, view: StepView) -> States:
+        """All rows' states, for an operator that reads them and writes those behind each row's last token in their
+        place: call once a step, and hand them to such an operator. What lies there where start is 0 is not zeros."""
 
     def read(self, view: StepView, span: Span) -> Tensor:
         """State [*need.shape] before the span's first token; zeros when start is 0. A copy, free to be written to."""

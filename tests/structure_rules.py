@@ -55,6 +55,7 @@ PAPER_FILES = {
     "engine/demand.py",
     "engine/events.py",
     "engine/grammar_words.py",
+    "engine/heap.py",
     "engine/live.py",
     "engine/media.py",
     "engine/packer.py",

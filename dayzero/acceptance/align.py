@@ -28,6 +28,7 @@ from dayzero.acceptance.prompt import Ids, is_paper, is_twin, token_ids
 from dayzero.acceptance.taken import Taken
 from dayzero.acceptance.trace import Trace, add_meta, fingerprint
 from dayzero.acceptance.walk import ChoiceResult, Ladder, SiteResult, Walk
+from dayzero.arch.record_choice import PLAIN, with_records
 from dayzero.blocks.moe import stacked_experts
 from dayzero.blocks.open import LoadedModel, open_model
 from dayzero.blocks.stack import vocabulary_matrices
@@ -43,7 +44,8 @@ class AlignOptions:
     """oracle: None (the recipe's), a name it names, ``remote``, or a .py file. trace: read instead of an oracle run.
     record: where the oracle's trace is kept. tokens: file with a JSON list of ids; prompt: a text; num_tokens: how many
     are read. dtype: of the computation, float32. threads: of each process, default the library's. bindings: variants to
-    align, ``contract`` or ``contract@site`` -> variant of ``catalog``; everything else runs as its reference.
+    align, ``contract`` or ``contract@site`` -> variant of ``catalog``; everything else runs as its reference. cache:
+    records of tokens' rows (``arch.record_choice``); what they cost shows in the ladder and in the logits.
     expert_bytes: memory for experts of one layer, kept between the runs of that layer; default a quarter of what is
     available."""
 
@@ -58,13 +60,14 @@ class AlignOptions:
     dtype: str = "float32"
     threads: int | None = None
     expert_bytes: int | None = None
+    cache: str = "bf16"
     bindings: Mapping[str, str] = field(default_factory=dict)
     catalog: Catalog = field(default_factory=lambda: CATALOG, repr=False)
 
 
 JSON_KEYS = (
     "source", "family", "aligned", "oracle", "fingerprint", "text", "num_tokens", "dtype", "first_diverging", "seconds",
-    "peak_rss_bytes", "bindings",
+    "peak_rss_bytes", "cache", "bindings",
 )  # fmt: skip
 
 
@@ -72,7 +75,8 @@ JSON_KEYS = (
 class AlignReport:
     """aligned: ``real weights`` or ``twin only``. first_diverging: site of the first module outside its bound, or a
     layer's ``index`` or ``experts`` whose sets differ without being ties. seconds and peak_rss_bytes: ours, oracle.
-    bindings: ``contract@site`` -> variant, for each operator that a block took and that is no reference."""
+    bindings: ``contract@site`` -> variant, for each operator that a block took and that is no reference. cache: as
+    asked for."""
 
     source: str
     family: str
@@ -91,6 +95,7 @@ class AlignReport:
     ladder: tuple[tuple[str, ...], ...] = field(repr=False, default=())
     dtype: str = "float32"
     bindings: Mapping[str, str] = field(default_factory=dict)
+    cache: str = "bf16"
 
     @property
     def verdict(self) -> Verdict:
@@ -140,6 +145,7 @@ def align_source(
     """
     _check(options)
     model = open_model(source, recipe=options.recipe, dtype=torch.float32)
+    model = replace(model, spec=with_records(model.spec, options.cache))
     if is_paper(model):
         raise UsageError(f"{source} is a paper twin: it has no values to compare; make a twin without --paper.")
     taken = Taken(options.bindings, options.catalog, model.spec)
@@ -152,7 +158,7 @@ def align_source(
             kept = available_bytes() // 4 if options.expert_bytes is None else options.expert_bytes
             found, seconds = _our_side(model, trace, taken, kept, progress)
         report = _report(model, options, trace, ids, found, {"ours": seconds, "oracle": oracle_seconds})
-        return replace(report, bindings=taken.variants())
+        return replace(report, bindings=taken.variants(), cache=options.cache)
 
 
 def _check(options: AlignOptions) -> None:
@@ -279,6 +285,8 @@ def show_align(report: AlignReport, console: Console) -> None:
     took = ", ".join(f"{side} {duration_text(seconds)}" for side, seconds in report.seconds.items())
     console.line(f"family {report.family}; {report.num_tokens} tokens of {report.text}; {report.dtype} on both sides")
     console.line(f"time, minutes:seconds: {took}")
+    if report.cache != PLAIN:
+        console.line(f"cache rows kept in {report.cache}: its rounding counts as ours")
     if report.bindings:
         console.table("bindings, all others are references", ("operator@site", "variant"), report.bindings.items())
     _show_ladder(report, console)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dayzero.arch.channels import MoE
+from dayzero.arch.record_choice import records_text, with_records
 from dayzero.arch.records import record_bytes
 from dayzero.arch.spec import ModelSpec
 from dayzero.decl import ParamDecl
@@ -53,28 +54,30 @@ def expert_share(spec: ModelSpec, tokens: int) -> float:
 @dataclass(frozen=True, slots=True)
 class CacheCost:
     """Bytes for the whole model, unsharded. per_token: growth for each token of context, window layers left out (they
-    stop growing). per_sequence: recurrent state. window: bytes a sequence holds in window layers once they are full."""
+    stop growing). per_sequence: recurrent state. window: bytes a sequence holds in window layers once they are full.
+    records: what tokens are kept in."""
 
-    precision: str
+    records: str
     per_token: int
     per_sequence: int
     window: int
 
 
-def cache_cost(spec: ModelSpec, precision: str) -> CacheCost:
-    """precision ``bf16`` or ``fp8``: how token records are stored; aliased needs count once."""
+def cache_cost(spec: ModelSpec, cache: str) -> CacheCost:
+    """cache: the records of tokens, as ``record_choice.parse_records`` reads it; aliased needs count once."""
+    spec = with_records(spec, cache)
     per_token = per_sequence = window = 0
     for need in spec.cache():
         if need.shares is not None:
             continue
-        size = record_bytes(need, precision)
+        size = record_bytes(need)
         if need.unit == "state":
             per_sequence += size
         elif need.window is not None:
             window += size * need.window
         else:
             per_token += size
-    return CacheCost(precision, per_token, per_sequence, window)
+    return CacheCost(records_text(spec), per_token, per_sequence, window)
 
 
 def numel(decls: list[ParamDecl]) -> int:

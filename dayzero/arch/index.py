@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dayzero.arch.norms import Norm
+from dayzero.arch.records import record_trait
 from dayzero.arch.rope import Rope
-from dayzero.decl import CacheNeed, OpUse, ParamDecl
+from dayzero.decl import CacheNeed, OpUse, ParamDecl, packed_row
 
 PoolScore = Literal["max", "gated"]
 Tail = Literal["always", "never", "scored"]
@@ -43,7 +44,7 @@ class Index:
     query_dim: width that wq reads (the normed q latent). key_norm: LayerNorm or RMS over the key. rope None: no
     rotation. shared: this layer owns no indexer and reuses the selection of the last layer that has one.
     pool: whole pools are kept, top_k tokens of them. sinks, window: of the generator ``tokens``: the first and the last
-    so many tokens are forced and count towards top_k (LongCat).
+    so many tokens are forced and count towards top_k (LongCat). record: what keys are kept in (``arch.records``).
     """
 
     dim: int
@@ -57,6 +58,7 @@ class Index:
     pool: Pool | None = None
     sinks: int = 0
     window: int = 0
+    record: str = "idx_bf16"
 
     @property
     def generator(self) -> str:
@@ -99,8 +101,11 @@ class Index:
         return out
 
     def cache(self, p: str) -> list[CacheNeed]:
-        parts = ("k", "pool_gate") if self.gated else ("k",)
-        return [] if self.shared else [CacheNeed(f"{p}.{n}", (self.head_dim,), "bf16", "idx_bf16") for n in parts]
+        if self.shared:
+            return []
+        shape = (self.head_dim,)
+        out = [CacheNeed(f"{p}.k", shape, "bf16", self.record, packed=packed_row(self.record, shape))]
+        return [*out, CacheNeed(f"{p}.pool_gate", shape, "bf16", "gate_bf16")] if self.gated else out
 
     def contracts(self, p: str) -> list[OpUse]:
         if self.shared:
@@ -108,15 +113,19 @@ class Index:
         linear = ("q", "k", "pool_gate") if self.gated else ("q", "k")
         out = [*(OpUse("linear.matmul", f"{p}.{n}") for n in linear), OpUse("linear.matmul_f32", f"{p}.weights")]
         out.append(self.key_norm.use(f"{p}.k_norm"))
+        out.append(OpUse("cache.write", f"{p}.k", record_trait(self.record)))
+        if self.gated:
+            out.append(OpUse("cache.write", f"{p}.pool_gate"))
         out.append(OpUse(f"sparse_index.{self.generator}", f"{p}.select", self._traits()))
         if self.rope:
             out.append(OpUse("rope.apply", f"{p}.rope", (("place", self.rope.place), ("style", self.rope.style))))
         return out
 
     def _traits(self) -> tuple[tuple[str, object], ...]:
+        record = record_trait(self.record)
         if self.pool is None:
-            return (("sinks", self.sinks > 0), ("window", self.window > 0))
-        return (("how", self.pool.how), ("local", self.pool.local > 0), ("tail", self.pool.tail))
+            return (*record, ("sinks", self.sinks > 0), ("window", self.window > 0))
+        return (("how", self.pool.how), ("local", self.pool.local > 0), *record, ("tail", self.pool.tail))
 
     def flops(self, context: float) -> float:
         keys = context / self.pool.size if self.pool is not None and self.gated else context

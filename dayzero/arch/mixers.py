@@ -12,8 +12,9 @@ from typing import Literal
 from dayzero.arch.index import AnyIndex
 from dayzero.arch.norms import Norm
 from dayzero.arch.outside import OutsideMixer
+from dayzero.arch.records import record_trait
 from dayzero.arch.rope import Rope
-from dayzero.decl import CacheNeed, Cut, OpUse, ParamDecl
+from dayzero.decl import CacheNeed, Cut, OpUse, ParamDecl, packed_row
 
 
 def linear_use(site: str) -> OpUse:
@@ -32,7 +33,7 @@ class Attention:
     qk_norm: RMS norm over each head's q and k. gate: q's rows are [q | gate] per head, σ(gate) multiplies the output.
     bias: q, k, v have biases; out_bias: the output projection has one. softmax_scale multiplies q·k.
     kv_layer: number of the earlier layer whose keys and values this one reads (cross-layer attention, arXiv 2405.12981;
-    Gemma 3n); it makes and stores none of its own.
+    Gemma 3n); it makes and stores none of its own. record: what keys and values are kept in (``arch.records``).
     """
 
     dim: int
@@ -48,6 +49,7 @@ class Attention:
     bias: bool = False
     out_bias: bool = False
     kv_layer: int | None = None
+    record: str = "kv_bf16"
 
     kind = "attention"
 
@@ -82,15 +84,17 @@ class Attention:
         owner = None if self.kv_layer is None else f"layers.{self.kv_layer}.mixer"
         return [
             CacheNeed(
-                f"{p}.{part}", shape, "bf16", "kv_bf16", cuts=cut, window=self.window,
-                shares=owner and f"{owner}.{part}",
+                f"{p}.{part}", shape, "bf16", self.record, cuts=cut, window=self.window,
+                shares=owner and f"{owner}.{part}", packed=packed_row(self.record, shape),
             )
             for part in ("k", "v")
         ]  # fmt: skip
 
     def contracts(self, p: str) -> list[OpUse]:
-        traits = (("sinks", self.sinks), ("window", self.window is not None))
+        record = record_trait(self.record)
+        traits = (*record, ("sinks", self.sinks), ("window", self.window is not None))
         out = [linear_use(f"{p}.{n}") for n in (*self.made, "o")]
+        out += [OpUse("cache.write", f"{p}.{n}", record) for n in self.made if n != "q"]
         out.append(OpUse("attention.paged", f"{p}.attend", traits))
         if self.rope:
             out.append(rope_use(self.rope, f"{p}.rope"))
@@ -111,6 +115,7 @@ class MLA:
 
     q_rank None: q is projected directly. shared: width of the key part that all heads share; rotated when rope is
     given, raw otherwise (Kimi). gate: σ(g_proj x) per channel multiplies the heads' output. index: sparse selection.
+    record: what rows are kept in (``arch.records``).
     """
 
     dim: int
@@ -125,6 +130,7 @@ class MLA:
     norm_eps: float
     gate: bool = False
     index: AnyIndex | None = None
+    record: str = "mla_bf16"
 
     kind = "latent"
 
@@ -157,9 +163,9 @@ class MLA:
         return out + (self.index.params(f"{p}.index") if self.index else [])
 
     def cache(self, p: str) -> list[CacheNeed]:
-        row = CacheNeed(
-            f"{p}.latent", (self.kv_rank + self.shared,), "bf16", "mla_bf16", parts=(self.kv_rank, self.shared)
-        )
+        shape, parts = (self.kv_rank + self.shared,), (self.kv_rank, self.shared)
+        packed = packed_row(self.record, shape, parts)
+        row = CacheNeed(f"{p}.latent", shape, "bf16", self.record, parts=parts, packed=packed)
         return [row] + (self.index.cache(f"{p}.index") if self.index else [])
 
     def contracts(self, p: str) -> list[OpUse]:
@@ -168,11 +174,15 @@ class MLA:
         if self.q_rank is not None:
             out.append(self.norm(self.q_rank).use(f"{p}.q_a_norm"))
         out.append(self.norm(self.kv_rank).use(f"{p}.kv_a_norm"))
-        if self.index is None:
-            out.append(OpUse("latent.attend_absorbed", f"{p}.attend"))
-        else:
-            out.append(OpUse("latent.absorb", f"{p}.kv_b"))  # once, when it is loaded; else an operand of attend
-            out.append(OpUse("attention.sparse", f"{p}.attend", (("latent", True),)))
+        record = record_trait(self.record)
+        out.append(OpUse("cache.write", f"{p}.latent", record))
+        style = ("style", None if self.rope is None else self.rope.style)
+        mrope = ("mrope", self.rope is not None and self.rope.sections is not None)
+        out.append(OpUse("cache.write_latent", f"{p}.row", (mrope, *record, style)))  # norm, rope and write in one
+        out.append(OpUse("latent.absorb", f"{p}.kv_b"))  # once, when it is loaded; else an operand of attend
+        out += [OpUse("latent.queries", f"{p}.queries"), OpUse("latent.values", f"{p}.values")]
+        attend = "attention.paged" if self.index is None else "attention.sparse"
+        out.append(OpUse(attend, f"{p}.attend", (("latent", True), *record)))
         if self.rope:
             out.append(rope_use(self.rope, f"{p}.rope"))
         if self.gate:
@@ -262,12 +272,12 @@ class Delta:
         gates = ("gate",) if self.gate_rank is None else ("gate_a", "gate_b")
         names = ("q", "k", "v", *(decay if self.decay == "channel" else ("a",)), "beta", *gates, "o")
         out = [linear_use(f"{p}.{n}") for n in names]
-        out += [OpUse("conv.causal", f"{p}.{n}_conv", (("act", "silu"),)) for n in ("q", "k", "v")]
-        form = "bounded" if self.lower is not None else "softplus"
-        out.append(OpUse(f"recurrence.gate_{form}", f"{p}.decay", (("decay", self.decay),)))
-        out.append(OpUse("recurrence.delta", f"{p}.recur", (("decay", self.decay),)))
-        out.append(OpUse("norm.rms_gated", f"{p}.o_norm", (("act", self.out_gate),)))
-        return out
+        traits = (
+            ("decay", self.decay), ("gate", "softplus" if self.lower is None else "bounded"), ("act", self.out_gate),
+            ("grouped", self.heads != self.key_heads), ("key_width", self.key_dim), ("value_width", self.value_dim),
+            ("taps", self.conv),
+        )  # fmt: skip
+        return [*out, OpUse("recurrence.paged", f"{p}.recur", traits)]
 
     def flops(self, context: float) -> float:
         del context  # the state does not grow with the context

@@ -33,7 +33,14 @@ class Norm:
     def use(self, site: str) -> OpUse:
         if self.kind == "layer":
             return OpUse("norm.layer", site)
-        return OpUse("norm.rms", site, (("offset", self.offset), ("scale_in", self.scale_in)))
+        return OpUse("norm.rms", site, self._traits())
+
+    def fused_use(self, contract: str, site: str) -> list[OpUse]:
+        """The use of a contract that has this norm behind something else; none for a kind that no such contract has."""
+        return [OpUse(contract, site, self._traits())] if self.kind == "rms" else []
+
+    def _traits(self) -> tuple[tuple[str, object], ...]:
+        return ("offset", self.offset), ("scale_in", self.scale_in)
 
 
 @dataclass(frozen=True, slots=True)

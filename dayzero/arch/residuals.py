@@ -38,12 +38,15 @@ class Plain:
     def close_params(self) -> list[ParamDecl]:
         return []
 
-    def close_contracts(self) -> list[OpUse]:
-        return []
+    def close_contracts(self, final_norm: Norm) -> list[OpUse]:
+        return final_norm.fused_use("residual.add_norm", "final_add_norm")
 
     def contracts(self, p: str) -> list[OpUse]:
         sites = ("mixer_norm", "channel_norm") + (("mixer_out_norm", "channel_out_norm") if self.sandwich else ())
-        return [self.norm.use(f"{p}.{s}") for s in sites] + [OpUse("residual.add", f"{p}.add")]
+        uses = [self.norm.use(f"{p}.{s}") for s in sites] + [OpUse("residual.add", f"{p}.add")]
+        for s in ("mixer", "channel"):
+            uses += self.norm.fused_use("residual.add_norm", f"{p}.{s}_add_norm")
+        return uses
 
     def carry(self) -> tuple[CarryPart, ...]:
         return (CarryPart("h", (self.norm.dim,)),)
@@ -72,12 +75,14 @@ class AttnRes:
     def close_params(self) -> list[ParamDecl]:
         return [*self.norm.params("close_mix_norm"), ParamDecl("close_mix_proj", (1, self.norm.dim), "router")]
 
-    def close_contracts(self) -> list[OpUse]:
+    def close_contracts(self, final_norm: Norm) -> list[OpUse]:
         return [OpUse("residual.attn_mix", "close_mix")]
 
     def contracts(self, p: str) -> list[OpUse]:
         uses = [self.norm.use(f"{p}.{s}") for s in ("mixer_norm", "channel_norm")]
         uses += [OpUse("residual.attn_mix", f"{p}.{s}") for s in ("mixer_mix", "channel_mix")]
+        for s in ("mixer", "channel"):
+            uses += self.norm.fused_use("residual.attn_mix_norm", f"{p}.{s}_mix_then_norm")
         return [*uses, OpUse("residual.add", f"{p}.add")]
 
     def carry(self) -> tuple[CarryPart, ...]:

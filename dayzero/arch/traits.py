@@ -100,8 +100,9 @@ KEY_TRAITS: tuple[KeyTrait, ...] = (
     ),
     KeyTrait(
         ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-        "latent.attend_absorbed",
+        "attention.paged",
         "latent attention",
+        {"latent": True},
     ),
     KeyTrait(("o_lora_rank", "o_groups"), "linear.grouped", "block-diagonal output projection"),
     KeyTrait(
@@ -127,13 +128,14 @@ KEY_TRAITS: tuple[KeyTrait, ...] = (
     ),
     KeyTrait(
         ("linear_attn_config", "linear_num_*", "linear_key_head_dim", "linear_value_head_dim", "kda_*", "gdn_*"),
-        "recurrence.delta",
+        "recurrence.paged",
         "gated delta rule",
     ),
     KeyTrait(
         ("gate_lower_bound", "kda_safe_gate", "kda_lower_bound"),
-        "recurrence.gate_bounded",
+        "recurrence.paged",
         "a decay with a lower bound",
+        {"gate": "bounded"},
     ),
     KeyTrait(
         ("linear_conv_kernel_dim", "short_conv_kernel_size", "conv_kernel", "conv_L_cache", "conv_kernel_size"),
@@ -246,11 +248,11 @@ KIND_TRAITS: tuple[KeyTrait, ...] = (
     KeyTrait(
         ("sliding*", "local*", "*window*", "swa*"), "attention.paged", "a window of visible tokens", {"window": 128}
     ),
-    KeyTrait(("linear_attention", "*delta*", "kda", "gdn"), "recurrence.delta", "gated delta rule"),
+    KeyTrait(("linear_attention", "*delta*", "kda", "gdn"), "recurrence.paged", "gated delta rule"),
     KeyTrait(("mamba*", "ssm*", "*_mamba"), "recurrence.state_space", "selective state space"),
     KeyTrait(("lightning*",), "recurrence.fixed_decay", "linear attention with a fixed decay"),
     KeyTrait(("conv*", "short_conv"), "conv.causal", "short causal convolution", {"act": "silu"}),
-    KeyTrait(("latent*", "mla*"), "latent.attend_absorbed", "latent attention"),
+    KeyTrait(("latent*", "mla*"), "attention.paged", "latent attention", {"latent": True}),
     KeyTrait(
         ("indexed_attention", "*sparse_attention"), "sparse_index.top_k", "a sparse index over the context",
         {"order": "position"},

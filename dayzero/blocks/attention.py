@@ -31,6 +31,7 @@ class AttentionBlock:
             self.norms = {n: site.norm(spec.qk_norm, params, f"{n}_norm") for n in spec.made if n != "v"}
         self.sinks_H = params["sinks"] if spec.sinks else None
         self.attend = site.op("attention.paged", "attend")
+        self.write = {n: site.op("cache.write", n) for n in spec.made if n != "q"}
         self.gate = site.op("attention.gate", "gate") if spec.gate else None
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
@@ -43,8 +44,8 @@ class AttentionBlock:
         v_store = cast(TokenStore, view.stores[self.site.part("v")])
         if spec.kv_layer is None:
             k_TKD, v_TKD = (made[n].unflatten(-1, (spec.kv_heads, spec.head_dim)) for n in ("k", "v"))
-            k_store.append(view, self._turned("k", k_TKD, view))
-            v_store.append(view, v_TKD)
+            k_store.append(view, self._turned("k", k_TKD, view), self.write["k"])
+            v_store.append(view, v_TKD, self.write["v"])
         out_THD, _ = self.attend(
             q_THD, k_store.pages(view), v_store.pages(view),
             scale=spec.softmax_scale, window=spec.window, sinks_H=self.sinks_H,

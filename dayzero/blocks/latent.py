@@ -6,27 +6,44 @@ L rows of one sequence's history, A selected positions.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from dayzero.arch.mixers import MLA
+from dayzero.arch.rope import Rope
 from dayzero.blocks.site import Params, Site, Unary
 from dayzero.blocks.sparse_index import Generator, build_index, last_selection
-from dayzero.ops.latent import queries_into_latent
+from dayzero.ops.latent_write import LatentNorm, Turn, write_latent
 from dayzero.view import Paged, StepView, TokenStore
 
 Form = Literal["absorbed", "expanded"]
+
+
+def _turns(rope: Rope | None) -> Callable[[Tensor], Turn | None]:
+    """positions -> the turn of the shared key; None without a rope. Frequencies go to a device once."""
+    if rope is None:
+        return lambda positions: None
+    freq_F = torch.tensor(rope.inv_freq(), dtype=torch.float64).float()
+    placed = {freq_F.device: freq_F}
+
+    def turn(positions: Tensor) -> Turn:
+        if positions.device not in placed:
+            placed[positions.device] = freq_F.to(positions.device)
+        return Turn(positions, placed[positions.device], rope.style, rope.place, rope.magnitude(), rope.sections)
+
+    return turn
 
 
 class LatentBlock:
     """``MLA``. Store: ``<site>.latent`` [C] a token: [normed latent | shared key, rotated where there is a rope].
 
     form: ``absorbed`` moves W_UK to the query and W_UV behind the softmax; ``expanded`` makes keys and values of all
-    heads. With an index the absorbed form is ``attention.sparse`` over the cached rows, in which all heads read one
-    key. keep_lists: whether a later layer reads the lists of this one's index.
+    heads. The absorbed form is ``attention.paged`` over the cached rows, with an index ``attention.sparse``: all heads
+    read one key. keep_lists: whether a later layer reads the lists of this one's index.
     """
 
     def __init__(
@@ -43,16 +60,26 @@ class LatentBlock:
         self.kv_norm = site.norm(spec.norm(spec.kv_rank), params, "kv_a_norm")
         self.kv_b = params["kv_b"]
         self.o = site.linear(params, "o")
+        self.write, fused = site.op("cache.write", "latent"), site.op("cache.write_latent", "row")
+        norm = spec.norm(spec.kv_rank)
+        self.row_norm = LatentNorm(params["kv_a_norm"], norm.eps, norm.scale_in)
+        self.turn_of = _turns(spec.rope)
+        # The reference is the operators one by one: those that are bound to them do the work.
+        self.fused = None if fused is write_latent.body else fused
         self.rope = site.rope(spec.rope)
         self.gate_of = site.linear(params, "gate") if spec.gate else None
         self.gate = site.op("attention.gate", "gate") if spec.gate else None
         self.index: Generator | None = None
         if spec.index is not None and not spec.index.shared:
             self.index = build_index(spec.index, params.below("index"), site.below("index"), keep_lists)
-        if spec.index is None or form == "expanded":
-            self.attend = site.op(f"latent.attend_{form}", "attend")
+        if form == "expanded":
+            self.attend = site.op("latent.attend_expanded", "attend")
         else:
-            self.attend_listed = site.op("attention.sparse", "attend")
+            self.attend = site.op("attention.paged" if spec.index is None else "attention.sparse", "attend")
+            self.into_latent, self.out_of_latent = (
+                site.op("latent.queries", "queries"),
+                site.op("latent.values", "values"),
+            )
             self.w_uk_HNR, self.w_uv_HVR = site.op("latent.absorb", "kv_b")(
                 self.kv_b, spec.heads, spec.nope, spec.v_dim
             )
@@ -62,22 +89,29 @@ class LatentBlock:
         spec = self.spec
         query_TR = x_TD if self.q_a is None else self.q_norm(self.q_a(x_TD))
         q_THD = self.q_b(query_TR).unflatten(-1, (spec.heads, spec.q_dim))
-        latent_TR, shared_TP = self.kv_a(x_TD).split((spec.kv_rank, spec.shared), dim=-1)
         if spec.rope is not None:
             q_nope, q_shared = q_THD.split((spec.nope, spec.shared), dim=-1)
             q_THD = torch.cat((q_nope, self.rope(q_shared, view.positions)), dim=-1)
-            shared_TP = self.rope(shared_TP[:, None], view.positions)[:, 0]
-        rows_TC = torch.cat((self.kv_norm(latent_TR), shared_TP), dim=-1)
-        selected_TA = self._select(x_TD, query_TR, view)
         store = cast(TokenStore, view.stores[self.site.part("latent")])
-        store.append(view, rows_TC)
-        if selected_TA is not None and self.form == "absorbed":
-            out_THV = self._listed(q_THD, store.pages(view), selected_TA)
+        self._keep(self.kv_a(x_TD), store, view)
+        selected_TA = self._select(x_TD, query_TR, view)
+        if self.form == "absorbed":
+            out_THV = self._absorbed(q_THD, store.pages(view), selected_TA)
         else:
-            out_THV = self._by_row(q_THD, store, view, selected_TA)
+            out_THV = self._expanded(q_THD, store, view, selected_TA)
         if self.gate is not None and self.gate_of is not None:
             out_THV = self.gate(out_THV, self.gate_of(x_TD))
         return self.o(out_THV.flatten(-2))
+
+    def _keep(self, kv_TC: Tensor, store: TokenStore, view: StepView) -> None:
+        """Norm the latent, turn the shared key, write the rows."""
+        if self.fused is not None:
+            turn = self.turn_of(view.positions)
+            store.append(view, kv_TC, partial(self.fused, norm=self.row_norm, turn=turn))
+            return
+        latent_TR, shared_TP = kv_TC.split((self.spec.kv_rank, self.spec.shared), dim=-1)
+        shared_TP = self.rope(shared_TP[:, None], view.positions)[:, 0]
+        store.append(view, torch.cat((self.kv_norm(latent_TR), shared_TP), dim=-1), self.write)
 
     def _select(self, x_TD: Tensor, query_TR: Tensor, view: StepView) -> Tensor | None:
         if self.spec.index is None:
@@ -89,7 +123,7 @@ class LatentBlock:
         self.site.show_layer("index", selected_TA)
         return selected_TA
 
-    def _by_row(self, q_THD: Tensor, store: TokenStore, view: StepView, selected_TA: Tensor | None) -> Tensor:
+    def _expanded(self, q_THD: Tensor, store: TokenStore, view: StepView, selected_TA: Tensor | None) -> Tensor:
         """[T, H, V], each sequence over a copy of its history."""
         out_THV = q_THD.new_empty(q_THD.shape[0], self.spec.heads, self.spec.v_dim)
         for span in view.spans:
@@ -101,13 +135,11 @@ class LatentBlock:
             )
         return out_THV
 
-    def _listed(self, q_THD: Tensor, rows: Paged, selected_TA: Tensor) -> Tensor:
-        """[T, H, V]: the cached rows are one key head, and begin with its values. Between the projections numbers have
-        twice the width, so that they are rounded once."""
-        wide = torch.float64 if q_THD.dtype == torch.float32 else torch.float32
-        q_THC = queries_into_latent(q_THD.to(wide), self.w_uk_HNR.to(wide))
-        keys = replace(rows, rows=rows.rows[:, :, None])
-        out_THR, _ = self.attend_listed(
-            q_THC, keys, None, selected_TA, scale=self.spec.softmax_scale, value_dim=self.spec.kv_rank
-        )
-        return torch.einsum("thr,hvr->thv", out_THR, self.w_uv_HVR.to(wide)).to(q_THD.dtype)
+    def _absorbed(self, q_THD: Tensor, rows: Paged, selected_TA: Tensor | None) -> Tensor:
+        """[T, H, V]: the cached rows are one key head, and begin with its values."""
+        listed = () if selected_TA is None else (selected_TA,)
+        out_THR, _ = self.attend(
+            self.into_latent(q_THD, self.w_uk_HNR), rows.headed(), None, *listed,
+            scale=self.spec.softmax_scale, value_dim=self.spec.kv_rank,
+        )  # fmt: skip
+        return self.out_of_latent(out_THR, self.w_uv_HVR, q_THD.dtype)

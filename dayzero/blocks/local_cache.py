@@ -13,29 +13,40 @@ from torch import Tensor
 
 from dayzero.arch.spec import ModelSpec
 from dayzero.decl import CacheNeed
-from dayzero.view import Paged, Span, StateStore, StepView, TokenStore, Where
+from dayzero.ops.records import codec_of
+from dayzero.view import Paged, Span, States, StateStore, StepView, TokenStore, Where, Write
 
 PAGE_TOKENS = 64
+NOT_A_NUMBER = 0xFF  # each part of a packed row that was never written is a NaN
 TOKENS, STATES = "tokens", "states"  # the two groups
 
 
 class LocalTokens:
-    """Records of one need, [N, page, *need.shape]; N doubles when a block beyond it is written."""
+    """Records of one need, [N, page, *need.shape], or uint8 [N, page, bytes] where rows are packed; N doubles when a
+    block beyond it is written."""
 
     def __init__(self, need: CacheNeed, dtype: torch.dtype) -> None:
-        self.need = need
-        self._rows = torch.full((1, PAGE_TOKENS, *need.shape), torch.nan, dtype=dtype)
+        self.need, self.codec = need, codec_of(need.packed)
+        if need.packed is None:
+            self._rows = torch.full((1, PAGE_TOKENS, *need.shape), torch.nan, dtype=dtype)
+        else:
+            self._rows = torch.full((1, PAGE_TOKENS, need.packed.num_bytes), NOT_A_NUMBER, dtype=torch.uint8)
 
-    def append(self, view: StepView, values: Tensor) -> None:
+    def append(self, view: StepView, values: Tensor, write: Write | None = None) -> None:
         """Write values [T, *need.shape]; a start before a sequence's end replaces what lay there."""
         assert tuple(values.shape) == (view.tokens.shape[0], *self.need.shape), f"{self.need.name}: {values.shape}"
         where = view.where[TOKENS]
-        self._grow(int(where.blocks.max()) + 1)
-        self._rows[where.blocks, where.offsets] = values.to(self._rows.dtype)
+        self._rows = _grown(self._rows, int(where.blocks.max()) + 1)
+        if write is not None:
+            write(values, self._rows, where.blocks, where.offsets, self.codec)
+        elif self.codec is not None:
+            self.codec.write(self._rows, where.blocks, where.offsets, values)
+        else:
+            self._rows[where.blocks, where.offsets] = values.to(self._rows.dtype)
 
     def pages(self, view: StepView) -> Paged:
         where = view.where[TOKENS]
-        return Paged(self._rows, where.table, where.first, view.query_start, view.start, view.spans)
+        return Paged(self._rows, where.table, where.first, view.query_start, view.start, view.spans, self.codec)
 
     def history(self, view: StepView, span: Span) -> tuple[Tensor, int]:
         """(records that the span's queries may see, position of the first); with a window no older ones are given."""
@@ -44,39 +55,62 @@ class LocalTokens:
         first = 0 if window is None else max(0, span.start - window + 1)
         return records[first:], first
 
-    def _grow(self, blocks: int) -> None:
-        held = self._rows.shape[0]
-        if held >= blocks:
-            return
-        grown = self._rows.new_full((max(blocks, 2 * held), *self._rows.shape[1:]), torch.nan)
-        grown[:held] = self._rows
-        self._rows = grown
+
+def _grown(rows: Tensor, blocks: int) -> Tensor:
+    """The same records with room for so many blocks: NaN behind them."""
+    held = rows.shape[0]
+    if held >= blocks:
+        return rows
+    empty = NOT_A_NUMBER if rows.dtype == torch.uint8 else torch.nan
+    with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+        grown = rows.new_full((max(blocks, 2 * held), *rows.shape[1:]), empty)
+        grown[:held] = rows
+    return grown
 
 
 class LocalStates:
-    """The state of one need by sequence, with the position it belongs to."""
+    """The state of one need by sequence, [N, *need.shape], with the position it belongs to."""
 
     def __init__(self, need: CacheNeed, dtype: torch.dtype) -> None:
         self.need, self.dtype = need, dtype
-        self._states: dict[int, tuple[int, Tensor]] = {}
+        self._rows = torch.full((1, *need.shape), torch.nan, dtype=dtype)
+        self._positions: dict[int, int] = {}
+
+    def states(self, view: StepView) -> States:
+        """All rows' states, where they lie; they count as those behind each span from here on."""
+        for span in view.spans:
+            self._check(view, span)
+        for span in view.spans:
+            self._advance(view, span)
+        return States(self._rows, view.where[STATES].table[:, 0])
 
     def read(self, view: StepView, span: Span) -> Tensor:
         """A copy of the state before the span's first token; zeros at the start of a sequence."""
         if span.start == 0:
             return torch.zeros(self.need.shape, dtype=self.dtype)
-        sequence = _sequence(view, span)
-        position, state = self._states.get(sequence, (0, None))
-        assert state is not None and position == span.start, (
-            f"{self.need.name}: row {sequence} has the state before token {position}, but token {span.start} comes"
-        )
-        return state.clone()
+        self._check(view, span)
+        return self._rows[_sequence(view, span)].clone()
 
     def write(self, view: StepView, span: Span, value: Tensor) -> None:
         assert tuple(value.shape) == self.need.shape, f"{self.need.name}: {tuple(value.shape)}"
-        self._states[_sequence(view, span)] = (span.start + span.count, value.to(self.dtype, copy=True))
+        self._advance(view, span)
+        self._rows[_sequence(view, span)] = value.to(self.dtype)
 
     def drop(self, sequence: int) -> None:
-        self._states.pop(sequence, None)
+        if self._positions.pop(sequence, None) is not None:
+            self._rows[sequence] = torch.nan
+
+    def _check(self, view: StepView, span: Span) -> None:
+        sequence = _sequence(view, span)
+        position = self._positions.get(sequence, 0)
+        assert span.start in (0, position), (
+            f"{self.need.name}: row {sequence} has the state before token {position}, but token {span.start} comes"
+        )
+
+    def _advance(self, view: StepView, span: Span) -> None:
+        sequence = _sequence(view, span)
+        self._rows = _grown(self._rows, sequence + 1)
+        self._positions[sequence] = span.start + span.count
 
 
 def _sequence(view: StepView, span: Span) -> int:

@@ -54,7 +54,7 @@ class MoEBlock:
         self.select_bias_E = params["router_bias"] if router.bias == "select" else None
         self.route = site.op("moe.route", "route")
         self.experts = site.op(spec.contract, "experts")
-        self.weights = tuple(params[f"experts.{n}"] for n in MATRICES)
+        self.weights = tuple(site.laid_out(spec.contract, "experts", params[f"experts.{n}"]) for n in MATRICES)
         self.fetched = self.weights[0] if isinstance(self.weights[0], Fetched) else None
         self.biases = tuple(params[f"experts.{n}_bias"] for n in MATRICES) if spec.bias else None
         self.act_args = activation_args(spec.act)

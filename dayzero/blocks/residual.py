@@ -6,14 +6,17 @@ before changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from dayzero.arch.norms import Norm
 from dayzero.arch.residuals import AttnRes, Plain, Residual
 from dayzero.blocks.site import Params, Site
+from dayzero.ops.contract import Contract
+from dayzero.ops.residual import add_norm, attn_mix_norm
 
 SiteWord = Literal["mixer", "channel"]
 
@@ -33,6 +36,32 @@ class Room:
         assert self.used < self.rows_BTD.shape[0], f"the bank of {self.rows_BTD.shape[0]} is full"
         self.rows_BTD[self.used] = row_TD
         self.used += 1
+
+
+class Unadded(Mapping[str, Tensor]):
+    """The part ``h`` of a plain carry while a site's output still stands beside it: whoever wants the sum gets it, and
+    the next site may want sum and norm at once. Added once, whoever asks first."""
+
+    def __init__(self, stream_TD: Tensor, out_TD: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.terms: tuple[Tensor, Tensor] | None = (stream_TD, out_TD)
+        self._add, self._sum_TD = add, stream_TD
+
+    def settle(self, sum_TD: Tensor) -> None:
+        """This is the sum; its terms are let go."""
+        self.terms, self._sum_TD = None, sum_TD
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name != "h":
+            raise KeyError(name)
+        if self.terms is not None:
+            self.settle(self._add(*self.terms))
+        return self._sum_TD
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("h",))
+
+    def __len__(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +92,49 @@ class ResidualBlock(Protocol):
         """The carry with the site's output put back."""
 
 
+def fused(site: Site, norm: Norm, contract: Contract, part: str) -> Callable[..., Any] | None:
+    """The operator of ``contract``, which is a norm behind something else, with the norm's options. None where it is
+    the reference: that is the two in turn, so the operators that are bound to them do the work."""
+    if norm.kind != "rms":
+        return None
+    op = site.op(contract.name, part)
+    options = {"eps": norm.eps, "offset": norm.offset, "scale_in": norm.scale_in}
+    return None if op is contract.body else lambda *tensors, **given: op(*tensors, **options, **given)
+
+
+class PlainEntry:
+    """How a site reads a plain carry: the norm ``name``_norm of the stream, added up in the same go where what is bound
+    to ``name``_add_norm can."""
+
+    def __init__(self, norm: Norm, params: Params, site: Site, name: str) -> None:
+        self.norm, self.weight_D = site.norm(norm, params, f"{name}_norm"), params[f"{name}_norm"]
+        self.fused = fused(site, norm, add_norm, f"{name}_add_norm")
+
+    def __call__(self, carry: Carry) -> Tensor:
+        parts = carry.parts
+        if self.fused is None or not isinstance(parts, Unadded) or parts.terms is None:
+            return self.norm(carry["h"])
+        sum_TD, x_TD = self.fused(*parts.terms, self.weight_D)
+        parts.settle(sum_TD)
+        return x_TD
+
+
 class PlainBlock:
     """``Plain``: h + site(norm(h)), the output normed too when sandwiched. Carry: h [T, D]."""
 
     def __init__(self, spec: Plain, params: Params, site: Site) -> None:
-        self.norms = {s: site.norm(spec.norm, params, f"{s}_norm") for s in ("mixer", "channel")}
+        self.entries = {s: PlainEntry(spec.norm, params, site, s) for s in ("mixer", "channel")}
         words = ("mixer", "channel") if spec.sandwich else ()
         self.out_norms = {s: site.norm(spec.norm, params, f"{s}_out_norm") for s in words}
         self.add = site.op("residual.add", "add")
 
     def enter(self, carry: Carry, site: SiteWord) -> Tensor:
-        return self.norms[site](carry["h"])
+        return self.entries[site](carry)
 
     def leave(self, carry: Carry, site: SiteWord, out_TD: Tensor) -> Carry:
         if site in self.out_norms:
             out_TD = self.out_norms[site](out_TD)
-        return Carry({"h": self.add(carry["h"], out_TD)})
+        return Carry(Unadded(carry["h"], out_TD, self.add))
 
 
 class DepthBlock:
@@ -93,13 +149,15 @@ class DepthBlock:
         self.norms = {s: site.norm(spec.norm, params, f"{s}_norm") for s in ("mixer", "channel")}
         self.keys = {s: (params[f"{s}_mix_norm"], params[f"{s}_mix_proj"]) for s in ("mixer", "channel")}
         self.mix = {s: site.op("residual.attn_mix", f"{s}_mix") for s in ("mixer", "channel")}
+        self.weights = {s: params[f"{s}_norm"] for s in ("mixer", "channel")}
+        self.fused = {s: fused(site, spec.norm, attn_mix_norm, f"{s}_mix_then_norm") for s in ("mixer", "channel")}
         self.add = site.op("residual.add", "add")
 
     def enter(self, carry: Carry, site: SiteWord) -> Tensor:
-        mixed_TD = self.mix[site](
-            carry["partial"], carry["bank"].transpose(0, 1), *self.keys[site], eps=self.spec.norm.eps
-        )
-        return self.norms[site](mixed_TD)
+        sources, both = (carry["partial"], carry["bank"].transpose(0, 1)), self.fused[site]
+        if both is not None:
+            return both(*sources, *self.keys[site], self.weights[site])
+        return self.norms[site](self.mix[site](*sources, *self.keys[site], eps=self.spec.norm.eps))
 
     def leave(self, carry: Carry, site: SiteWord, out_TD: Tensor) -> Carry:
         if site == "mixer" and self.starts_block:

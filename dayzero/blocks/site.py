@@ -142,10 +142,13 @@ class Site:
             return lambda x, positions: x
         op, known = self.op("rope.apply", "rope"), spec
         freq_F = torch.tensor(known.inv_freq(), dtype=torch.float64).float()
+        placed = {freq_F.device: freq_F}  # copied once: a step that is captured may copy nothing from the host
 
         def turn(x_THD: Tensor, positions: Tensor) -> Tensor:
+            if x_THD.device not in placed:
+                placed[x_THD.device] = freq_F.to(x_THD.device)
             return op(
-                x_THD, positions, freq_F.to(x_THD.device), style=known.style, part=known.place,
+                x_THD, positions, placed[x_THD.device], style=known.style, part=known.place,
                 factor=known.magnitude(), sections=known.sections,
             )  # fmt: skip
 

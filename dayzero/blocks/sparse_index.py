@@ -46,6 +46,7 @@ class IndexBlock:
         self.rope = site.rope(spec.rope)
         self.gate = site.linear(params, "pool_gate") if spec.gated else None
         self.bias_SD = params["pool_bias"] if spec.gated else None
+        self.write = {n: site.op("cache.write", n) for n in (("k", "pool_gate") if spec.gated else ("k",))}
         self.generate = site.op(f"sparse_index.{spec.generator}", "select")
 
     def select(self, x_TD: Tensor, query_TR: Tensor, view: StepView) -> Tensor:
@@ -69,7 +70,7 @@ class IndexBlock:
 
     def _kept(self, part: str, values_TD: Tensor, view: StepView) -> Paged:
         store = cast(TokenStore, view.stores[self.site.part(part)])
-        store.append(view, values_TD)
+        store.append(view, values_TD, self.write[part])
         return store.pages(view)
 
 

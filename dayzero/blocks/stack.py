@@ -16,13 +16,14 @@ from dayzero.arch.channels import GLU, Channel, MoE
 from dayzero.arch.index import Index
 from dayzero.arch.mixers import MLA, Attention, Delta, Mixer
 from dayzero.arch.outside import OutsideChannel, OutsideMixer
+from dayzero.arch.residuals import Plain
 from dayzero.arch.spec import LayerSpec, ModelSpec
 from dayzero.blocks.attention import AttentionBlock
 from dayzero.blocks.delta import DeltaBlock, Recurrence
 from dayzero.blocks.glu import GLUBlock
 from dayzero.blocks.latent import Form, LatentBlock
 from dayzero.blocks.moe import MoEBlock
-from dayzero.blocks.residual import Carry, build_residual, close_carry, open_carry
+from dayzero.blocks.residual import Carry, PlainEntry, build_residual, close_carry, open_carry
 from dayzero.blocks.site import Bind, Params, Prepack, Site, Tap, as_stored, reference
 from dayzero.blocks.vision import PARTS, Tower
 from dayzero.errors import UsageError
@@ -107,7 +108,8 @@ class Layer:
         out_TD = self.channel.forward(self.residual.enter(carry, "channel"), view)
         self.site.show(self.site.part("channel"), out_TD)
         carry = self.residual.leave(carry, "channel", out_TD)
-        self.site.show(self.site.name, carry.main)
+        if self.site.tap is not None:  # else the next site may add and norm at once
+            self.site.show(self.site.name, carry.main)
         return carry
 
 
@@ -219,8 +221,11 @@ class Stack:
         last, norm = self.spec.layers[-1].residual, self.spec.final_norm
         names = [d.name for d in (*last.close_params(), *norm.params("final_norm"))]
         params = Params({name: self._params(name)[name] for name in names})
-        hidden_TD = close_carry(last, carry, params, self.site)
-        hidden_TD = self.site.norm(norm, params, "final_norm")(hidden_TD)
+        if isinstance(last, Plain):
+            hidden_TD = PlainEntry(norm, params, self.site, "final")(carry)
+        else:
+            closed_TD = close_carry(last, carry, params, self.site)
+            hidden_TD = self.site.norm(norm, params, "final_norm")(closed_TD)
         self.site.show("final_norm", hidden_TD)
         return hidden_TD
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from dayzero.decl import PLAIN_FORMATS, CacheNeed
-from dayzero.errors import ModelError
+from dayzero.decl import PACKED_PAGE_TOKENS, PLAIN_FORMATS, CacheNeed, PackedRow
+from dayzero.errors import ModelError, UsageError
 from dayzero.units import bytes_text, counted, round_up
 
 Dtype = Literal["f32", "bf16", "f16"]
@@ -27,17 +27,19 @@ MAX_SLAB_BLOCKS = 8  # of the largest block; larger slabs would come back too se
 @dataclass(frozen=True, slots=True)
 class Place:
     """One need's records in a block: contiguous from byte ``offset`` on, [page_tokens, *shape] for tokens, [*shape] for
-    a state. offset: a multiple of 256. need: its name; for states the name within the layer (``mixer.state``)."""
+    a state. offset: a multiple of 256. need: its name; for states the name within the layer (``mixer.state``). packed:
+    how a token's row lies where it is not made of ``element``."""
 
     need: str
     offset: int
     shape: tuple[int, ...]
     element: Dtype
+    packed: PackedRow | None = None
 
     @property
     def record_bytes(self) -> int:
         """Of one token, or of one layer's state."""
-        return prod(self.shape) * ELEMENT_BYTES[self.element]
+        return prod(self.shape) * ELEMENT_BYTES[self.element] if self.packed is None else self.packed.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,8 @@ class Layout:
         out = [("cache page", counted(self.page_tokens, "token")), ("cache slab", bytes_text(self.slab_bytes))]
         for g in self.groups:
             if g.unit == "token":
-                what = f"{counted(len(g.places), 'need')}, {g.record_bytes:,} B a token"
+                names = ", ".join(dict.fromkeys(p.packed.record for p in g.places if p.packed is not None))
+                what = f"{counted(len(g.places), 'need')}, {g.record_bytes:,} B a token" + (names and f" ({names})")
                 what += f", the last {counted(g.window, 'token')}" if g.window is not None else ""
             else:
                 total = bytes_text(g.record_bytes * len(g.layers))
@@ -158,10 +161,12 @@ class Layout:
 
 
 def lay_out(needs: Sequence[CacheNeed], *, dtype: Dtype, page_tokens: int = PAGE_TOKENS) -> Layout:
-    """Layout of the needs of one rank. Needs with element ``f32`` stay float32, all others are kept in ``dtype``.
+    """Layout of the needs of one rank. Needs with element ``f32`` stay float32, packed ones lie as they say, all others
+    are kept in ``dtype``.
 
     A slab is the least multiple (up to 8) of the largest block that leaves at most 5 % of a slab unused in every
-    group; where there is none, the multiple that leaves least. Raises ModelError for needs that contradict each other.
+    group; where there is none, the multiple that leaves least. Raises ModelError for needs that contradict each other,
+    UsageError for pages that packed rows do not fit.
     """
     assert dtype in ELEMENT_BYTES and page_tokens > 0, (dtype, page_tokens)
     if not needs:
@@ -189,7 +194,7 @@ def _owner(need: CacheNeed, by_name: Mapping[str, CacheNeed]) -> str:
             raise ModelError(f"Cache need {need.name} shares storage in a circle: {', '.join(sorted(seen))}.")
         now = by_name[now.shares]
         seen.add(now.name)
-    for trait in ("unit", "shape", "element", "record"):
+    for trait in ("unit", "shape", "element", "record", "packed"):
         mine, its = getattr(need, trait), getattr(now, trait)
         if mine != its:
             raise ModelError(
@@ -214,7 +219,7 @@ def _places(named: Iterable[tuple[str, CacheNeed]], dtype: Dtype, records: int) 
     """(places, block_bytes) of ``records`` records of each need, one need after another."""
     places, offset = [], 0
     for name, need in named:
-        place = Place(name, offset, need.shape, "f32" if need.element == "f32" else dtype)
+        place = Place(name, offset, need.shape, "f32" if need.element == "f32" else dtype, need.packed)
         places.append(place)
         offset = round_up(offset + records * place.record_bytes, ALIGN_BYTES)
     return tuple(places), offset
@@ -225,6 +230,10 @@ def _token_groups(
 ) -> list[Group]:
     by_window: dict[int | None, list[CacheNeed]] = {}
     for need in owners:
+        if need.packed is not None and page_tokens % PACKED_PAGE_TOKENS:
+            raise UsageError(
+                f"page_tokens is {page_tokens}; rows kept in {need.record} need a multiple of {PACKED_PAGE_TOKENS}"
+            )
         if need.unit == "token":
             by_window.setdefault(windows[need.name], []).append(need)
     out = []

@@ -8,7 +8,7 @@ T tokens, R rows, P pages, N block numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -17,10 +17,13 @@ from torch import Tensor
 
 from dayzero.cache.layout import ALIGN_BYTES as UNIT_BYTES
 from dayzero.cache.layout import Group, Layout, Place
-from dayzero.view import Paged, Span, StateStore, StepView, TokenStore
+from dayzero.decl import PackedRow
+from dayzero.view import Codec, Paged, Span, States, StateStore, StepView, TokenStore, Write
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 NOT_A_NUMBER = 0xFF  # bytes of all ones are a NaN in every float format
+
+CodecOf = Callable[[PackedRow | None], Codec | None]
 
 
 def device_numbers(layout: Layout, group: Group, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -32,23 +35,31 @@ def device_numbers(layout: Layout, group: Group, blocks: Sequence[int] | np.ndar
 
 
 class PoolTokens:
-    """Records of one need in the pool, [N, page, *shape]. checked: refuse writes outside the pool (debug)."""
+    """Records of one need in the pool, [N, page, *shape], or uint8 [N, page, bytes] with a codec. checked: refuse
+    writes outside the pool (debug)."""
 
-    def __init__(self, group: Group, place: Place, pool: Tensor, checked: bool) -> None:
-        self.group, self.place, self.checked = group, place, checked
-        self.rows = _blocks_of(pool, place, (group.page_tokens, *place.shape))
+    def __init__(self, group: Group, place: Place, pool: Tensor, checked: bool, codec: Codec | None = None) -> None:
+        self.group, self.place, self.checked, self.codec = group, place, checked, codec
+        assert (codec is None) == (place.packed is None), f"{place.need}: rows and codec do not go together"
+        row = place.shape if place.packed is None else (place.packed.num_bytes,)
+        self.rows = _blocks_of(pool, place, (group.page_tokens, *row))
 
-    def append(self, view: StepView, values: Tensor) -> None:
+    def append(self, view: StepView, values: Tensor, write: Write | None = None) -> None:
         """Write values [T, *shape], one record for each token of the step."""
         where = view.where[self.group.name]
         if self.checked:
             self._check(view, values)
-        self.rows[where.blocks, where.offsets] = values.to(self.rows.dtype)
+        if write is not None:
+            write(values, self.rows, where.blocks, where.offsets, self.codec)
+        elif self.codec is not None:
+            self.codec.write(self.rows, where.blocks, where.offsets, values)
+        else:
+            self.rows[where.blocks, where.offsets] = values.to(self.rows.dtype)
 
     def pages(self, view: StepView) -> Paged:
         """All rows' records, where they lie."""
         where = view.where[self.group.name]
-        return Paged(self.rows, where.table, where.first, view.query_start, view.start, view.spans)
+        return Paged(self.rows, where.table, where.first, view.query_start, view.start, view.spans, self.codec)
 
     def history(self, view: StepView, span: Span) -> tuple[Tensor, int]:
         """(a copy of the records [L, *shape], position of the first)."""
@@ -71,6 +82,10 @@ class PoolStates:
         self.group, self.place, self.layer = group, place, layer
         self.rows = _blocks_of(pool, place, place.shape)
 
+    def states(self, view: StepView) -> States:
+        """All rows' states, where they lie."""
+        return States(self.rows, view.where[self.group.name].table[:, self.layer])
+
     def read(self, view: StepView, span: Span) -> Tensor:
         """A copy of the state before the span's first token; zeros at the start of a sequence."""
         if span.start == 0:
@@ -86,11 +101,13 @@ class PoolStates:
 
 
 class PoolViews:
-    """The pool's memory and every store over it. poison: fill it with NaN first (debug, tests)."""
+    """The pool's memory and every store over it. poison: fill it with NaN first (debug, tests). codec_of: what reads
+    and writes packed rows (``ops/records``)."""
 
     def __init__(
-        self, layout: Layout, num_slabs: int, *, device: str = "cpu", poison: bool = False, checked: bool = False
-    ) -> None:
+        self, layout: Layout, num_slabs: int, *, device: str = "cpu", poison: bool = False, checked: bool = False,
+        codec_of: CodecOf = lambda packed: None,
+    ) -> None:  # fmt: skip
         self.layout = layout
         size = num_slabs * layout.slab_bytes
         self.pool = torch.empty(size, dtype=torch.uint8, device=device)
@@ -99,7 +116,7 @@ class PoolViews:
         self.groups = {group.name: group for group in layout.groups}
         own: dict[str, TokenStore | StateStore] = {}
         for group in layout.groups:
-            own |= dict(_stores(group, self.pool, checked))
+            own |= dict(_stores(group, self.pool, checked, codec_of))
         self.stores: Mapping[str, TokenStore | StateStore] = {
             **own, **{need: own[owner] for need, owner in layout.aliases.items()}
         }  # fmt: skip
@@ -113,10 +130,12 @@ class PoolViews:
         blocks[where[1]] = blocks[where[0]]
 
 
-def _stores(group: Group, pool: Tensor, checked: bool) -> Iterable[tuple[str, TokenStore | StateStore]]:
+def _stores(
+    group: Group, pool: Tensor, checked: bool, codec_of: CodecOf
+) -> Iterable[tuple[str, TokenStore | StateStore]]:  # fmt: skip
     if group.unit == "token":
         for place in group.places:
-            yield place.need, PoolTokens(group, place, pool, checked)
+            yield place.need, PoolTokens(group, place, pool, checked, codec_of(place.packed))
         return
     for layer, needs in enumerate(group.layers):
         for need, place in zip(needs, group.places, strict=True):
@@ -125,7 +144,7 @@ def _stores(group: Group, pool: Tensor, checked: bool) -> Iterable[tuple[str, To
 
 def _blocks_of(pool: Tensor, place: Place, shape: tuple[int, ...]) -> Tensor:
     """[N, *shape]: what lies ``place.offset`` bytes behind each block number. Views overlap; numbers do not."""
-    dtype = DTYPES[place.element]
+    dtype = DTYPES[place.element] if place.packed is None else torch.uint8
     size = dtype.itemsize
     assert place.offset % size == 0 and UNIT_BYTES % size == 0
     strides = [prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dayzero.commands.frame import RecipeOption, SourceArgument, exit_code
+from dayzero.commands.frame import CacheOption, RecipeOption, SourceArgument, exit_code
 from dayzero.console import Console
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class AlignArguments:
             metavar="SIZE", show_default="a quarter of what is free", help="For experts kept between runs of a layer."
         ),
     ] = None
+    cache: CacheOption = "bf16"
     bindings: Annotated[
         list[str] | None,
         typer.Option("--bind", metavar="CONTRACT[@SITE]=VARIANT", help="Run this variant; may be repeated."),
@@ -70,6 +71,7 @@ def report_of(arguments: AlignArguments, console: Console) -> AlignReport:
         prompt=arguments.prompt,
         threads=arguments.threads,
         expert_bytes=expert_bytes,
+        cache=arguments.cache,
         bindings=bindings,
         catalog=catalog,
     )

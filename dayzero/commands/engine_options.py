@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dayzero.commands.frame import RecipeOption, SourceArgument
+from dayzero.commands.frame import CacheOption, RecipeOption, SourceArgument
 from dayzero.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class EngineArguments:
     source: SourceArgument
     recipe: RecipeOption = None
     dtype: Annotated[str, typer.Option(metavar="auto|float32|bfloat16", help="Of weights and activations.")] = "auto"
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where the model runs.")] = "auto"
     max_model_len: Annotated[
         int | None, typer.Option(min=2, metavar="N", show_default="trained", help="Longest prompt + answer in tokens.")
     ] = None
@@ -59,6 +60,7 @@ class EngineArguments:
     expert_inputs: Annotated[
         str, typer.Option(metavar="bf16|fp8_128", help="What inputs of routed experts are rounded to.")
     ] = "bf16"
+    cache: CacheOption = "bf16"
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE.jinja", help="Chat template in the place of the checkpoint's.")
     ] = None
@@ -94,15 +96,21 @@ def _text_of(option: str, path: Path) -> str:
 def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> LaunchSpec:
     """The LaunchSpec of these options. stop_ids: of the chat format. UsageError for wrong values."""
     from dayzero.engine.config import EngineConfig
-    from dayzero.engine.launch import LaunchSpec
+    from dayzero.engine.launch import DEVICES, LaunchSpec
     from dayzero.ops.bind import parse_bindings
 
     if arguments.dtype not in ("auto", "float32", "bfloat16"):
         raise UsageError(f"--dtype {arguments.dtype}: give auto, float32 or bfloat16.")
+    if arguments.device not in DEVICES:
+        raise UsageError(f"--device {arguments.device}: give {', '.join(DEVICES[:-1])} or {DEVICES[-1]}.")
+    if arguments.upstream and arguments.device == "cuda":
+        raise UsageError("--upstream runs on the CPU only; leave --device or --upstream out.")
     if arguments.allow_remote_code and not arguments.upstream:
         raise UsageError("--allow-remote-code runs code only with --upstream; a recipe never needs it.")
     if arguments.upstream and (arguments.expert_memory is not None or arguments.expert_inputs != "bf16"):
         raise UsageError("--expert-memory and --expert-inputs need a recipe; leave them or --upstream out.")
+    if arguments.upstream and arguments.cache != "bf16":
+        raise UsageError("--cache needs a recipe; leave it or --upstream out.")
     config = EngineConfig(
         max_running=arguments.max_running,
         max_step_tokens=max(arguments.max_step_tokens, arguments.max_running),
@@ -118,6 +126,7 @@ def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> Launc
         bindings=tuple(parse_bindings(arguments.bindings or ()).items()),
         expert_bytes=None if arguments.expert_memory is None else size_of("--expert-memory", arguments.expert_memory),
         expert_inputs=arguments.expert_inputs,  # type: ignore[arg-type]
+        cache=arguments.cache,
         seed=arguments.seed,
         debug=arguments.check_engine,
     )
@@ -129,6 +138,7 @@ def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> Launc
         remote_code=arguments.allow_remote_code,
         threads=arguments.threads,
         stop_ids=tuple(stop_ids),
+        device=arguments.device,
     )
 
 

@@ -43,6 +43,15 @@ SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
 RecipeOption = Annotated[
     Path | None, typer.Option("--recipe", metavar="FILE.py", help="Recipe of the family, given by path.")
 ]
+CacheOption = Annotated[
+    str,
+    typer.Option(
+        "--cache",
+        metavar="bf16|fp8|KIND=RECORD,…",
+        help="What tokens' rows are kept in; by kind: latent=mla_fp8_656|mla_fp8_tiled, "
+        "index=idx_fp8_128|idx_mxfp8_32, kv=kv_fp8.",
+    ),
+]
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A folder, a config (.json), s3://bucket/prefix, or a hub id if online.")
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dayzero.commands.frame import RecipeOption, SourceArgument, exit_code
+from dayzero.commands.frame import CacheOption, RecipeOption, SourceArgument, exit_code
 from dayzero.console import Console
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class PlanArguments:
         ),
     ] = None
     concurrency: Annotated[int, typer.Option(min=1, metavar="N", help="Requests to hold at once.")] = 1
-    cache: Annotated[str, typer.Option(metavar="bf16|fp8", help="How token records are kept.")] = "bf16"
+    cache: CacheOption = "bf16"
     drafts: Annotated[
         bool, typer.Option("--drafts", help="Count draft layers (multi-token prediction) too, on the last stage.")
     ] = False

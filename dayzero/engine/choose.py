@@ -28,11 +28,16 @@ class Chooser:
     """
 
     def __init__(
-        self, stop_ids: Sequence[int], seed: int, max_running: int, best: Callable[[Tensor], Tensor] = greedy
+        self,
+        stop_ids: Sequence[int],
+        seed: int,
+        max_running: int,
+        best: Callable[[Tensor], Tensor] = greedy,
+        device: str = "cpu",
     ) -> None:
         self._stop_ids, self._seed, self._best = tuple(stop_ids), seed, best
         self._states: dict[int, SlotState] = {}
-        self.newest = torch.zeros(max_running, dtype=torch.int64)
+        self.newest = torch.zeros(max_running, dtype=torch.int64, device=device)
 
     def begin(self, new: NewSlot) -> None:
         """``new.slot`` belongs to this request from now on."""
@@ -63,6 +68,7 @@ class Chooser:
     def _each(
         self, rows: Sequence[Row], states: Sequence[SlotState], logits_SV: Tensor, bad_S: Sequence[bool], late: Late
     ) -> list[RowResult]:
+        logits_SV = logits_SV.cpu()  # what follows looks at single numbers
         shaped_SV, out = logits_SV.clone(), []
         for s, (row, state) in enumerate(zip(rows, states, strict=True)):
             bad = "nan" if bad_S[s] else late.refused.get(row.request_id)
@@ -77,7 +83,8 @@ class Chooser:
         kept = [(row.slot, result.token) for row, result in zip(rows, results, strict=True) if result.token is not None]
         if not kept:
             return
-        self.newest[torch.tensor([slot for slot, _ in kept])] = torch.tensor([token for _, token in kept])
+        slots, tokens = torch.tensor(kept, device=self.newest.device).unbind(1)
+        self.newest[slots] = tokens
         for slot, token in kept:
             self._states[slot].known.append(token)
 
@@ -89,7 +96,7 @@ class Chooser:
         out: list[Logprobs] = []
         for first in range(0, len(targets), HEAD_ROWS):
             some = targets[first : first + HEAD_ROWS]
-            out += logprobs_of(head(hidden_TD[first : first + len(some)]), some, [count] * len(some))
+            out += logprobs_of(head(hidden_TD[first : first + len(some)]).cpu(), some, [count] * len(some))
         return tuple(out)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from dayzero.arch.record_choice import parse_records
 from dayzero.errors import UsageError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -29,9 +30,11 @@ class EngineConfig:
     computed. image_cache_bytes: what encoded images may take that are kept for later requests. max_waiting: requests
     that may wait for a slot; more are refused as overload. bindings: (site pattern, variant) pairs that overrule the
     plan's choice. expert_bytes: memory for routed experts, the others are read when they are chosen; None: all are
-    held. expert_inputs: format that inputs of routed experts are rounded to. seed: where requests without a seed of
-    their own draw it from. run_ahead: schedule each step before the result of the one before is known; None: where
-    the executor computes while the host goes on. debug: check invariants and bounds after every call, slowly.
+    held. expert_inputs: format that inputs of routed experts are rounded to. cache: what tokens' rows are kept in:
+    ``bf16`` (the activations' own type), ``fp8``, or records by kind of rows (``arch.record_choice``). seed: where
+    requests without a seed of their own draw it from. run_ahead: schedule each step before the result of the one before
+    is known; None: where the executor computes while the host goes on. debug: check invariants and bounds after every
+    call, slowly.
     """
 
     max_running: int = 64
@@ -49,6 +52,7 @@ class EngineConfig:
     bindings: tuple[tuple[str, str], ...] = ()
     expert_bytes: int | None = None
     expert_inputs: ExpertInputs = "bf16"
+    cache: str = "bf16"
     seed: int = 0
     run_ahead: bool | None = None
     debug: bool = False
@@ -74,6 +78,9 @@ class EngineConfig:
         if self.expert_inputs not in get_args(ExpertInputs):
             known = ", ".join(get_args(ExpertInputs))
             raise UsageError(f"expert_inputs is {self.expert_inputs!r}; it must be one of {known}")
+        if not isinstance(self.cache, str):
+            raise UsageError(f"cache is {self.cache!r}; it must be bf16, fp8 or KIND=RECORD,…")
+        parse_records(self.cache)
         if self.page_tokens > _MAX_PAGE_TOKENS or self.page_tokens & (self.page_tokens - 1):
             raise UsageError(f"page_tokens is {self.page_tokens}; it must be a power of two up to {_MAX_PAGE_TOKENS}")
         if self.max_running > self.max_step_tokens:

@@ -14,6 +14,7 @@ from dayzero.errors import UsageError
 MAX_THREADS = 1024  # more than any machine has cores; a number beyond is a slip
 
 ExecutorKind = Literal["local", "upstream"]
+DEVICES = ("auto", "cpu", "cuda")
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -24,7 +25,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     whether code that comes with the checkpoint may be run (upstream only). threads: of operators; None: chosen from
     the machine. stop_ids: ids that end an answer, from every source (``ChatService.stop_ids``); empty: those that
     config.json, generation_config.json and tokenizer_config.json state. defaults: sampling defaults
-    that replace those of generation_config.json, by name.
+    that replace those of generation_config.json, by name. device: ``cpu``, ``cuda``, or ``auto``: the first accelerator
+    that torch sees, else the CPU.
     """
 
     source: str
@@ -35,9 +37,12 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     threads: int | None = None
     stop_ids: tuple[int, ...] = ()
     defaults: dict[str, Any] = {}
+    device: str = "auto"
 
     def __post_init__(self) -> None:
-        """UsageError for a number of threads that is none."""
+        """UsageError for a number of threads that is none, and for a device that is none."""
+        if self.device not in DEVICES:
+            raise UsageError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}")
         if self.threads is not None and (type(self.threads) is not int or not 1 <= self.threads <= MAX_THREADS):
             raise UsageError(f"threads is {self.threads!r}; it must be a whole number from 1 to {MAX_THREADS}")
 

@@ -33,7 +33,7 @@ from dayzero.errors import UsageError
 
 Prompt = str | Sequence[int]
 
-LAUNCH_OPTIONS = ("recipe", "executor", "remote_code", "threads", "stop_ids", "defaults")
+LAUNCH_OPTIONS = ("recipe", "executor", "remote_code", "threads", "stop_ids", "defaults", "device")
 SAMPLING_DEFAULTS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 import msgspec
 import torch
+from torch import Tensor
 
+from dayzero.arch.record_choice import records_text, with_records
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.open import LoadedModel, open_model
 from dayzero.blocks.site import prepacker
-from dayzero.blocks.stack import Stack
+from dayzero.blocks.stack import Load, Stack
 from dayzero.cache.layout import Dtype, Layout, lay_out
 from dayzero.cache.manager import CacheManager
+from dayzero.decl import Mxfp4
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.experts import KeptExperts, keep_experts
@@ -23,16 +28,16 @@ from dayzero.errors import MachineError, UsageError
 from dayzero.ops.bind import bound_uses, load_entry_points
 from dayzero.ops.catalog import REFERENCE
 from dayzero.planner.bindings import choose
-from dayzero.planner.detect import detect
+from dayzero.planner.detect import Kind, detect, free_bytes
 from dayzero.planner.experts import with_expert_inputs
 from dayzero.planner.image_processor import read_pixel_rule
-from dayzero.planner.memory import available_bytes
 from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from dayzero.units import bytes_text, counted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ELEMENTS: Mapping[torch.dtype, Dtype] = {torch.float32: "f32", torch.bfloat16: "bf16"}
 POOL_SHARE = 0.5  # of the memory that is free behind the weights
+DEVICE_POOL_SHARE = 0.9  # of an accelerator, which nobody else uses; the rest is for what a step holds
 MOST_POOL_BYTES = 8 << 30  # unless the caller asks for more
 UNBOUNDED_TOKENS = 1 << 40
 LEAST_TOKENS = 2  # one of a prompt, one of an answer
@@ -41,8 +46,9 @@ EVERYWHERE = "*"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run."""
+    """A model ready to run. device: ``cpu`` or ``cuda``."""
 
+    device: str
     model: LoadedModel
     stack: Stack
     layout: Layout
@@ -58,9 +64,9 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None) -> Load
     catalog, _ = load_entry_points()
     model = open_model(launch.source, recipe=launch.recipe, dtype=DTYPES.get(config.dtype))
     model, images = _with_images(model)
-    model = replace(model, spec=with_expert_inputs(model.spec, config.expert_inputs))
+    model = replace(model, spec=with_records(with_expert_inputs(model.spec, config.expert_inputs), config.cache))
     dtype = model.loader.dtype
-    hardware, _ = detect()
+    hardware, _ = detect(cast(Kind, launch.device))
     asked = dict(config.bindings)
     uses = model.spec.contracts()
     everywhere = asked.pop(EVERYWHERE, None)
@@ -77,18 +83,21 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None) -> Load
     left = {place: variant for place, variant in bindings.items() if not _asked(place, asked)}
     bindings = left | moved
     experts = keep_experts(model, bindings, catalog, config.expert_bytes)
-    stack = Stack(model.spec, experts.load, bind=experts.bind, prepack=prepacker(bindings, catalog))
+    load = partial(_placed, experts.load, hardware.target)
+    stack = Stack(model.spec, load, bind=experts.bind, prepack=prepacker(bindings, catalog))
     total = float(experts.bytes_to_load(sum(entry.nbytes for entry in model.index.entries.values())))
     for _ in stack.load_all():
         if progress is not None:
             progress(float(model.loader.bytes_read), total)
     layout = lay_out(model.spec.cache(), dtype=ELEMENTS[dtype], page_tokens=config.page_tokens)
-    num_slabs = _pool_slabs(layout, config, model.spec, experts.bytes_to_come)
+    free = max(0, free_bytes(hardware.target) - experts.bytes_to_come)
+    num_slabs = _pool_slabs(layout, config, model.spec, free, hardware.target)
     info = _info(launch, model, layout, num_slabs, bindings, experts)
+    info = msgspec.structs.replace(info, table=[info.table[0], ("device", hardware.name), *info.table[1:]])
     if images is not None and model.spec.vision is not None:
         table = [*info.table, ("images", images)]
         info = msgspec.structs.replace(info, images=image_info(model.spec.vision), table=table)
-    return Loaded(model, stack, layout, num_slabs, info, experts)
+    return Loaded(hardware.target, model, stack, layout, num_slabs, info, experts)
 
 
 def _with_images(model: LoadedModel) -> tuple[LoadedModel, str | None]:
@@ -100,9 +109,21 @@ def _with_images(model: LoadedModel) -> tuple[LoadedModel, str | None]:
     return replace(model, spec=replace(model.spec, vision=replace(tower, pixels=rule))), why
 
 
-def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec, promised_bytes: int = 0) -> int:
-    """Slabs of the pool: as many bytes as asked for; else half of what is free and not promised, up to what can ever
-    be used.
+def _placed(load: Load, device: str, prefix: str) -> dict[str, Tensor]:
+    """What ``load`` gives, on the device. Experts that are fetched when they are chosen stay where they are."""
+    values: dict[str, Any] = dict(load(prefix))
+    for name, value in values.items():
+        if isinstance(value, Mxfp4):
+            values[name] = Mxfp4(value.codes.to(device), value.scales.to(device))
+        elif isinstance(value, Tensor):
+            values[name] = value.to(device)
+    return values
+
+
+def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec, free: int, target: str = "cpu") -> int:
+    """Slabs of the pool: as many bytes as asked for; else a share of what is free, up to what can ever be used.
+
+    free: bytes of the device that are neither used nor promised.
 
     MachineError when not even the shortest sequence fits.
     """
@@ -111,8 +132,8 @@ def _pool_slabs(layout: Layout, config: EngineConfig, spec: ModelSpec, promised_
     else:
         longest = config.context(spec.max_positions)
         full = config.max_running * (longest * layout.token_bytes + layout.window_bytes + 2 * layout.state_footprint)
-        free = max(0, available_bytes() - promised_bytes)
-        size = min(int(POOL_SHARE * free), MOST_POOL_BYTES, max(full, 64 * layout.slab_bytes))
+        share, most = (POOL_SHARE, MOST_POOL_BYTES) if target == "cpu" else (DEVICE_POOL_SHARE, free)
+        size = min(int(share * free), most, max(full, 64 * layout.slab_bytes))
     num_slabs = size // layout.slab_bytes
     why: str | None = f"One slab takes {bytes_text(layout.slab_bytes)}."
     if num_slabs:
@@ -157,6 +178,7 @@ def _info(
         defaults=defaults, table=table, page_tokens=layout.page_tokens, pool_tokens=pool_tokens,
         max_running=config.max_running, facts={
             "bindings": dict(bindings), "bytes_read": model.loader.bytes_read, "expert_inputs": config.expert_inputs,
+            "cache_records": records_text(spec), "token_bytes": layout.token_bytes,
         },
     )  # fmt: skip
 

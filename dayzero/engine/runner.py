@@ -24,6 +24,7 @@ from dayzero.engine.launch import LaunchSpec, LoadProgress
 from dayzero.engine.load import Loaded, load_model
 from dayzero.engine.slots import Slots
 from dayzero.engine.step import RowResult, Step, StepResult
+from dayzero.ops.records import codec_of
 from dayzero.view import StepView
 
 
@@ -49,10 +50,12 @@ class LocalRunner:
             torch.set_num_threads(self._launch.threads)
         self._loaded = loaded = load_model(self._launch, self._progress)
         debug = self._launch.config.debug
-        self._views = PoolViews(loaded.layout, loaded.num_slabs, poison=debug, checked=debug)
+        self._views = PoolViews(
+            loaded.layout, loaded.num_slabs, device=loaded.device, poison=debug, checked=debug, codec_of=codec_of
+        )
         best = loaded.stack.site.op("sample.greedy", "sample")
         config = self._launch.config
-        self._chooser = Chooser(loaded.info.stop_ids, config.seed, config.max_running, best)
+        self._chooser = Chooser(loaded.info.stop_ids, config.seed, config.max_running, best, loaded.device)
         self._slots = Slots(self._views, self._chooser.newest)
         tower = loaded.stack.spec.vision
         self._images = Images(tower, self._encode, config.image_cache_bytes) if tower is not None else None
@@ -98,7 +101,7 @@ class LocalRunner:
             self._images.release(slot)
 
     def _encode(self, pixels_YXC: Tensor) -> Tensor:
-        return self.stack.encode_image(pixels_YXC)
+        return self.stack.encode_image(pixels_YXC.to(self._ready.device))
 
     def health(self) -> str | None:
         return None if self._loaded is not None else "the model is not loaded yet"
@@ -137,8 +140,8 @@ class LocalRunner:
         results = {i: RowResult(row.request_id, bad="nan" if i in bad else None) for i, row in enumerate(step.rows)}
         chosen = [i for i in wanted if step.rows[i].sample and i not in bad]
         if chosen:
-            ends = torch.tensor([view.spans[i].first + view.spans[i].count - 1 for i in chosen])
-            logits_SV = self.stack.head(hidden_TD[ends])
+            ends = [view.spans[i].first + view.spans[i].count - 1 for i in chosen]
+            logits_SV = self.stack.head(hidden_TD[torch.tensor(ends, device=hidden_TD.device)])
             sampled = self._chooser.choose([step.rows[i] for i in chosen], logits_SV, late)
             results.update(zip(chosen, sampled, strict=True))
         for i in wanted:

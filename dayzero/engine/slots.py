@@ -37,20 +37,23 @@ class Slots:
             for name, placed in step.groups.items()
         }
         return StepView(
-            self._tokens(rows, begins), torch.from_numpy(positions), spans,
-            query_start=torch.from_numpy(begins.astype(np.int32)), start=torch.from_numpy(starts.astype(np.int32)),
+            self._tokens(rows, begins), self._put(positions), spans,
+            query_start=self._put(begins.astype(np.int32)), start=self._put(starts.astype(np.int32)),
             stores=self.views.stores, where=where, scratch={},
         )  # fmt: skip
+
+    def _put(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers).to(self.newest.device)
 
     def _tokens(self, rows: tuple[Row, ...], begins: np.ndarray) -> Tensor:
         ids = np.zeros(int(begins[-1]), np.int64)
         late = [(i, row.slot) for i, row in enumerate(rows) if row.late]
         for row, begin in zip(rows, begins, strict=False):
             ids[begin : begin + len(row.tokens)] = row.tokens
-        tokens = torch.from_numpy(ids)
+        tokens = self._put(ids)
         if late:
-            ends = torch.tensor([int(begins[i + 1]) - 1 for i, _ in late])
-            tokens[ends] = self.newest[torch.tensor([slot for _, slot in late])]
+            ends = self._put(np.array([int(begins[i + 1]) - 1 for i, _ in late]))
+            tokens[ends] = self.newest[self._put(np.array([slot for _, slot in late]))]
         return tokens
 
     def _where(self, group: Group, placed: GroupRows, row_of: np.ndarray, positions: np.ndarray) -> Where:
@@ -61,9 +64,9 @@ class Slots:
         table = device_numbers(self.views.layout, group, ids)
         first = np.asarray(placed.first, np.int32)
         if group.unit == "state":
-            nothing = torch.zeros(0, dtype=torch.int64)
-            return Where(torch.from_numpy(table), torch.from_numpy(first), nothing, nothing)
+            nothing = self._put(np.zeros(0, np.int64))
+            return Where(self._put(table), self._put(first), nothing, nothing)
         pages, offsets = np.divmod(positions - first[row_of], group.page_tokens)
         blocks = table[row_of, pages].astype(np.int64)
-        parts = (torch.from_numpy(part) for part in (table, first, blocks, offsets))
+        parts = (self._put(part) for part in (table, first, blocks, offsets))
         return Where(*parts)

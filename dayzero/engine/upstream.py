@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dayzero.arch.record_choice import PLAIN
 from dayzero.cache.layout import Layout, lay_out
 from dayzero.checkpoint.config_json import read_object, stated_dtype
 from dayzero.checkpoint.source import Source, open_source
@@ -53,6 +54,8 @@ class UpstreamRunner:
         """Errors: UsageError for what is no local checkpoint, MachineError without transformers, ModelError when it
         cannot load the model."""
         launch = self._launch
+        if launch.config.cache != PLAIN:
+            raise UsageError(f"--cache {launch.config.cache}: the publisher's code keeps a cache of its own.")
         source = open_source(launch.source)
         if not os.path.isdir(launch.source):
             raise UsageError(f"--upstream reads a local folder; download {launch.source} first.")

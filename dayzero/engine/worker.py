@@ -20,6 +20,7 @@ import msgspec
 
 from dayzero.engine.build import Build, engine_loop, executor_of
 from dayzero.engine.events import Abort, Batch, Drain, Fatal, Progress, Ready, Stop, Submit, ToEngine
+from dayzero.engine.heap import Heap
 from dayzero.engine.launch import LaunchSpec
 from dayzero.engine.loop import EngineLoop
 from dayzero.engine.wire import Channel, Closed, WireError
@@ -72,7 +73,9 @@ def _serve(channel: Channel[LaunchSpec | ToEngine], make: Build) -> int:
     gc.freeze()  # what is loaded stays; walking over it in the middle of an answer would only cost time
     for message in early:
         _take(loop, message)
+    heap = Heap()
     while not loop.ended:
+        heap.tend()
         if not loop.busy:
             channel.wait(None)
             _drained(woken)

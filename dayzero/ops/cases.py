@@ -11,12 +11,20 @@ from typing import Any
 import torch
 
 from dayzero.decl import Mxfp4
+from dayzero.ops.cases_delta import DELTA_CASES
 from dayzero.ops.cases_mixers import MIXER_CASES
 from dayzero.ops.cases_paged import PAGED_CASES
+from dayzero.ops.cases_records import RECORD_CASES
+from dayzero.ops.cases_residual import RESIDUAL_CASES
+from dayzero.ops.cases_sample import SAMPLE_CASES
 from dayzero.ops.cases_sparse import SPARSE_CASES
 from dayzero.ops.cases_vision import VISION_CASES
 from dayzero.ops.contract import Case
+from dayzero.ops.delta_paged import Kept, Raw, Weights
 from dayzero.ops.random_inputs import Inputs, strided
+from dayzero.ops.records import RowCodec
+from dayzero.ops.sparse_index import Pooling
+from dayzero.view import Paged
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -72,8 +80,12 @@ def _rope() -> tuple[Case, ...]:
         "x_THD": r.normal(65, 2, 22), "positions": r.integers(0, 999, 3, 65), "sections": (5, 3, 3),
         "inv_freq_F": 1e7 ** (-torch.arange(11) / 11), "style": "half",
     })  # fmt: skip
+    text = _case("one axis of three", lambda r: {
+        "x_THD": r.normal(7, 2, 22), "positions": r.integers(0, 999, 7), "sections": (5, 3, 3),
+        "inv_freq_F": 1e7 ** (-torch.arange(11) / 11), "style": "half",
+    })  # fmt: skip
     back = _case("inverse", lambda r: make(7, "half", "last", F32)(r) | {"inverse": True})
-    return (*(_case(f"plain {i}", m) for i, m in enumerate(plain)), mrope, back)
+    return (*(_case(f"plain {i}", m) for i, m in enumerate(plain)), mrope, text, back)
 
 
 def _linear(grouped: bool) -> tuple[Case, ...]:
@@ -134,6 +146,8 @@ def _experts() -> tuple[Case, ...]:
             if tokens > 1:
                 ids[0] = -1  # a token that has no expert on this rank
                 ids[ids == 4] = -1  # an expert that nobody hits
+            elif dtype == BF16:
+                ids[:, 1] = -1
             many = tuple(r.normal(num, n, dtype=dtype) for n in (inner, inner, width)) if biases else None
             kind = {"kind": "clamped", "limit": 7.0, "alpha": 1.702} if biases else {"kind": "silu"}
             return {
@@ -146,7 +160,7 @@ def _experts() -> tuple[Case, ...]:
 
         return inputs
 
-    sizes = [(0, F32, False), (1, F32, True), (7, BF16, True), (63, F32, False), (65, BF16, False)]
+    sizes = [(0, F32, False), (1, F32, True), (1, BF16, False), (7, BF16, True), (63, F32, False), (65, BF16, False)]
     return tuple(_case(f"{n} tokens {d} biases {b}", make(n, d, b)) for n, d, b in sizes)
 
 
@@ -168,7 +182,10 @@ def _experts_in_4_bits() -> tuple[Case, ...]:
             if tokens > 1:
                 ids[0] = -1
             many = tuple(r.normal(5, n, dtype=dtype) for n in (inner, inner, width)) if biases else None
-            kind = {"kind": "clamped", "limit": 7.0, "alpha": 1.702} if biases else {"kind": "silu"}
+            kind: dict[str, Any] = {"kind": "silu"}
+            if biases or tokens == 1:
+                limits, betas = {"limit": 7.0, "alpha": 1.702}, {"beta": 4.0, "linear_beta": 25.0}
+                kind = {"kind": "clamped", **limits} if biases else {"kind": "situ", **betas}
             return {
                 "x_TD": strided(r.normal(tokens, width, dtype=dtype)), "ids_TN": ids,
                 "weights_TN": r.uniform(tokens, 3), "gate_EID": stack(r, inner, width),
@@ -178,50 +195,8 @@ def _experts_in_4_bits() -> tuple[Case, ...]:
 
         return inputs
 
-    sizes = [(0, F32, False), (1, F32, True), (7, BF16, True), (63, F32, False), (65, BF16, False)]
+    sizes = [(0, F32, False), (1, F32, True), (1, BF16, False), (7, BF16, True), (63, F32, False), (65, BF16, False)]
     return tuple(_case(f"4 bits, {n} tokens {d} biases {b}", make(n, d, b)) for n, d, b in sizes)
-
-
-def _residual() -> dict[str, tuple[Case, ...]]:
-    def add(rows: int, dtype: torch.dtype) -> Callable[[Inputs], dict[str, Any]]:
-        return lambda r: {
-            "stream_TH": r.normal(rows, 33, dtype=dtype) * 50, "out_TH": strided(r.normal(rows, 33, dtype=dtype)),
-        }  # fmt: skip
-
-    def mix(bank: int, dtype: torch.dtype) -> Callable[[Inputs], dict[str, Any]]:
-        return lambda r: {
-            "partial_TH": r.normal(7, 33, dtype=dtype), "bank_BTH": r.normal(bank, 7, 33, dtype=dtype) * 9,
-            "norm_weight_H": 1 + r.normal(33, dtype=dtype) / 8, "proj_weight_H": r.normal(1, 33, dtype=dtype),
-            "eps": 1e-5,
-        }  # fmt: skip
-
-    def enter(r: Inputs) -> dict[str, Any]:
-        return {"streams_TNH": r.normal(7, 4, 9) * 3, "fn": r.normal(24, 36), "base": r.normal(24), "norm_eps": 1e-6,
-                "scale_3": r.normal(3), "mix_eps": 1e-6, "iterations": 20}  # fmt: skip
-
-    def leave(r: Inputs) -> dict[str, Any]:
-        return {"streams_TNH": r.normal(7, 4, 9, dtype=BF16), "out_TH": r.normal(7, 9, dtype=BF16),
-                "post_TN": r.uniform(7, 4), "comb_TNN": r.uniform(7, 4, 4)}  # fmt: skip
-
-    def close(r: Inputs) -> dict[str, Any]:
-        return {"streams_TNH": r.normal(7, 4, 9), "head": (r.normal(4, 36), r.normal(4), r.normal(1)),
-                "norm_eps": 1e-6, "mix_eps": 1e-6}  # fmt: skip
-
-    return {
-        "residual.add": tuple(_case(f"{n} rows {d}", add(n, d)) for n, d in ((0, F32), (7, BF16), (65, F32))),
-        "residual.attn_mix": tuple(_case(f"bank of {n} {d}", mix(n, d)) for n, d in ((0, F32), (1, BF16), (8, F32))),
-        "residual.streams_enter": (_case("four streams", enter),),
-        "residual.streams_leave": (_case("four streams", leave),),
-        "residual.streams_close": (_case("head", close), _case("mean", lambda r: {"streams_TNH": r.normal(7, 4, 9)})),
-    }  # fmt: skip
-
-
-def _greedy() -> tuple[Case, ...]:
-    return (
-        _case("ties", lambda r: {"logits_TV": r.integers(0, 4, 65, 33).float()}),
-        _case("one row", lambda r: {"logits_TV": r.normal(1, 7, dtype=BF16)}),
-        _case("no rows", lambda r: {"logits_TV": r.normal(0, 7)}),
-    )
 
 
 def traits_of(inputs: dict[str, Any]) -> dict[str, object]:
@@ -230,10 +205,33 @@ def traits_of(inputs: dict[str, Any]) -> dict[str, object]:
     for argument, option in (("sinks_H", "sinks"), ("biases", "bias"), ("allowed_TA", "index")):
         if inputs.get(argument) is not None:
             found[option] = True
+    if isinstance(inputs.get("raw"), Raw):
+        found |= _delta_traits(inputs["raw"], inputs["weights"], inputs["kept"], inputs)
+    for given in inputs.values():
+        if isinstance(given, Paged | RowCodec) and given.record:
+            found["record"] = given.record
+    if inputs.get("value_dim"):
+        found["latent"] = True
+    if isinstance(pooling := inputs.get("pooling"), Pooling):
+        how = "max" if pooling.gates is None else "gated"
+        found |= {"how": how, "local": pooling.local > 0, "tail": pooling.tail}
     for option in ("window", "softcap"):
         if inputs.get(option) and "scores_TL" not in inputs:
             found[option] = True
     return found
+
+
+def _delta_traits(raw: Raw, weights: Weights, kept: Kept, options: dict[str, Any]) -> dict[str, object]:
+    key_width, value_width = kept.state_NHKV.shape[2:]
+    return {
+        "decay": "channel" if raw.z.dim() == 3 else "head",
+        "gate": "softplus" if options.get("lower") is None else "bounded",
+        "act": options["act"],
+        "grouped": raw.q_TC.shape[1] // key_width != kept.state_NHKV.shape[1],
+        "key_width": key_width,
+        "value_width": value_width,
+        "taps": weights.q_taps_CW.shape[1],
+    }
 
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -252,10 +250,13 @@ CASES: dict[str, tuple[Case, ...]] = {
     "moe.route": _route(),
     "moe.experts": (*_experts(), *_experts_in_4_bits()),
     "moe.experts_fp8_128": _experts_in_4_bits(),
-    **_residual(),
-    "sample.greedy": _greedy(),
+    **RESIDUAL_CASES,
     **MIXER_CASES,
+    **DELTA_CASES,
     **PAGED_CASES,
+    **SAMPLE_CASES,
     **SPARSE_CASES,
     **VISION_CASES,
 }
+for _contract, _more in RECORD_CASES.items():
+    CASES[_contract] = (*CASES.get(_contract, ()), *_more)

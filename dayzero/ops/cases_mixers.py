@@ -60,7 +60,7 @@ def _attention() -> tuple[Case, ...]:
     )
 
 
-def _latent(listed: bool) -> tuple[Case, ...]:
+def _latent() -> tuple[Case, ...]:
     def make(queries: int, start: int, shared: int, dtype: torch.dtype) -> Make:
         return lambda r: {
             "q_THD": strided(r.normal(queries, 3, 12 + shared, dtype=dtype)),
@@ -82,8 +82,36 @@ def _latent(listed: bool) -> tuple[Case, ...]:
         _case("no shared key bf16", make(63, 1, 0, BF16)),
         _case("window and sinks", lambda r: base(r) | {"window": 6, "sinks_H": r.normal(3)}),
         _case("no queries", make(0, 5, 8, F32)),
-        *(lists if listed else ()),
+        *lists,
     )
+
+
+def _into_latent() -> tuple[Case, ...]:
+    def make(tokens: int, heads: int, widths: tuple[int, int, int], dtype: torch.dtype) -> Make:
+        nope, shared, rank = widths  # W_UK is a part of each head's rows of kv_b
+        return lambda r: {
+            "q_THD": strided(r.normal(tokens, heads, nope + shared, dtype=dtype)),
+            "w_uk_HNR": (r.normal(heads, nope + 5, rank, dtype=dtype) / 4)[:, :nope],
+        }  # fmt: skip
+
+    return tuple(_case(f"{n} tokens, {h} heads of {w} {d}", make(n, h, w, d)) for n, h, w, d in (
+        (1, 3, (12, 8, 16), F32), (63, 3, (12, 0, 16), F32), (1, 7, (32, 16, 64), BF16), (65, 2, (128, 64, 512), BF16),
+        (17, 3, (48, 8, 40), BF16), (0, 2, (8, 8, 16), F32),
+    ))  # fmt: skip
+
+
+def _out_of_latent() -> tuple[Case, ...]:
+    def make(tokens: int, heads: int, widths: tuple[int, int], dtype: torch.dtype, wide: torch.dtype) -> Make:
+        rank, value = widths
+        return lambda r: {
+            "out_THR": r.normal(tokens, heads, rank, dtype=wide),
+            "w_uv_HVR": (r.normal(heads, value + 5, rank, dtype=dtype) / 4)[:, 5:], "dtype": dtype,
+        }  # fmt: skip
+
+    return tuple(_case(f"{n} tokens, {h} heads of {w} {d}", make(n, h, w, d, wide)) for n, h, w, d, wide in (
+        (1, 3, (16, 20), F32, torch.float64), (63, 3, (16, 12), F32, torch.float64), (1, 7, (64, 32), BF16, F32),
+        (65, 2, (512, 128), BF16, F32), (17, 3, (40, 24), BF16, F32), (0, 2, (16, 8), BF16, F32),
+    ))  # fmt: skip
 
 
 def decay(r: Inputs, kind: str, *shape: int) -> Tensor:
@@ -123,6 +151,31 @@ def _delta(chunked: bool) -> tuple[Case, ...]:
             "q_TGK": torch.zeros(7, 1, 8), "k_TGK": torch.zeros(7, 1, 8),
         }),
     )  # fmt: skip
+
+
+def _delta_wide() -> tuple[Case, ...]:
+    """As wide as models, chunks of 64 and others; channels from e^-5 a token to 0.9999, and some far below."""
+
+    def make(tokens: int, heads: tuple[int, int], per_head: bool, wild: bool, **more: Any) -> Make:
+        def inputs(r: Inputs) -> dict[str, Any]:
+            shape = (tokens, heads[0]) if per_head else (tokens, heads[0], 128)
+            g = -(torch.logspace(-4, 0.7, shape[-1]) * (0.5 + r.uniform(*shape))).clamp(max=5.0)
+            return {
+                "q_TGK": r.normal(tokens, heads[1], 128, dtype=BF16),
+                "k_TGK": r.normal(tokens, heads[1], 128, dtype=BF16),
+                "v_THV": r.normal(tokens, heads[0], 128, dtype=BF16),
+                "g": torch.where(r.uniform(*shape) < 0.02, -90.0, g) if wild else g,
+                "beta_TH": torch.sigmoid(r.normal(tokens, heads[0]) * 5), "state_HKV": r.normal(heads[0], 128, 128),
+            } | more  # fmt: skip
+
+        return inputs
+
+    return (
+        _case("wide, mixed decay", make(70, (2, 2), False, False)),
+        _case("wide, sudden decay", make(64, (1, 1), False, True)),
+        _case("wide, per head, grouped, transition", make(65, (4, 2), True, False, return_transition=True)),
+        _case("wide, odd span", make(50, (1, 1), False, False, chunk=20)),
+    )
 
 
 def _gates(bounded: bool) -> tuple[Case, ...]:
@@ -168,11 +221,12 @@ MIXER_CASES: dict[str, tuple[Case, ...]] = {
         _case("bf16", lambda r: {"latent_LR": strided(r.normal(63, 16, dtype=BF16)), "heads": 3, "nope": 8, "value": 13,
                                  "kv_b": r.normal(3 * 21, 16, dtype=BF16)}),
     ),
-    "latent.attend_expanded": _latent(listed=True),
-    "latent.attend_absorbed": _latent(listed=False),
+    "latent.attend_expanded": _latent(),
+    "latent.queries": _into_latent(),
+    "latent.values": _out_of_latent(),
     "recurrence.gate_softplus": _gates(bounded=False),
     "recurrence.gate_bounded": _gates(bounded=True),
     "recurrence.delta": _delta(chunked=False),
-    "recurrence.delta_chunked": _delta(chunked=True),
+    "recurrence.delta_chunked": (*_delta(chunked=True), *_delta_wide()),
     "conv.causal": _conv(),
 }  # fmt: skip

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from dayzero.decl import packed_row
 from dayzero.ops.contract import Case
 from dayzero.ops.random_inputs import Inputs, strided
+from dayzero.ops.records import packed
 from dayzero.view import Paged, Span
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -66,16 +69,26 @@ def _pool(
 
 
 _RAGGED = ((40, 1), (0, 1), (63, 1), (64, 1), (0, 37), (30, 17))
+_CHUNKS = ((0, 130), (63, 1), (127, 129), (300, 5))
+_EDGES = ((126, 1), (127, 1), (128, 1), (191, 1), (255, 1), (120, 20))  # a window of 128 just below, at, just above
 
 
 def _case(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, **more: Any) -> Case:
     rows = more.pop("rows", _RAGGED)
     extra = {key: more.pop(key) for key in ("softcap",) if key in more}
     sinks = more.pop("sinks", False)
+    latent, record = more.pop("latent", False), more.pop("record", "")
 
     def make(seed: int) -> dict[str, Any]:
         r = Inputs(seed)
         made = paged_inputs(r, rows, heads, widths, dtype, **more) | extra
+        if latent:  # the values are the beginning of the keys
+            made |= {"values": None, "value_dim": widths[1]}
+        if record:
+            row = packed_row(record, widths[:1], (widths[1], widths[0] - widths[1]))
+            assert row is not None
+            keys = made["keys"]
+            made["keys"] = packed(replace(keys, rows=keys.rows[:, :, 0]), row).headed()
         return made | ({"sinks_H": r.normal(heads[0]) * 3} if sinks else {})
 
     return Case(name, make)
@@ -95,6 +108,38 @@ PAGED_CASES: dict[str, tuple[Case, ...]] = {
         _case("sinks", (4, 2), (16, 16), BF16, sinks=True),
         _case("window and sinks", (4, 2), (64, 64), BF16, sinks=True, window=20),
         _case("softcap", (4, 2), (16, 16), F32, softcap=2.0),
+        _case("window, edges on tiles", (8, 1), (64, 64), BF16, rows=_EDGES, window=128, page=64, sinks=True),
+        _case("one head for each", (3, 3), (128, 128), BF16, rows=((70, 1), (0, 65)), page=32),
+        _case("many heads on one", (40, 1), (32, 32), BF16, rows=((9, 1), (3, 7))),
+        _case("expanded latent", (2, 2), (48, 32), BF16, page=64),
+        _case("latent f32", (5, 1), (24, 16), F32, latent=True),
+        _case("latent bf16", (20, 1), (48, 32), BF16, latent=True),
+        _case("latent, window and sinks", (3, 1), (32, 16), BF16, latent=True, window=20, sinks=True, page=64),
+        _case("latent, nothing shared", (70, 1), (32, 32), BF16, latent=True, rows=((130, 1), (2, 5)), page=64),
+        _case("latent, 512 + 64", (70, 1), (576, 512), BF16, latent=True, rows=((64, 1), (63, 1), (100, 3))),
+        _case("latent, 512 + 64, sinks", (9, 1), (576, 512), BF16, latent=True, page=64, sinks=True, rows=((200, 1),)),
+        _case(
+            "latent, 656 bytes",
+            (70, 1),
+            (576, 512),
+            BF16,
+            latent=True,
+            rows=((64, 1), (130, 1), (100, 3)),
+            page=64,
+            record="mla_fp8_656",
+        ),
+        _case(
+            "latent, 656 bytes, pages of 16",
+            (9, 1),
+            (576, 512),
+            BF16,
+            latent=True,
+            rows=((200, 1), (0, 1)),
+            record="mla_fp8_656",
+        ),
+        _case("chunks, 128 wide", (8, 2), (128, 128), BF16, page=64, sinks=True, rows=_CHUNKS),
+        _case("chunks, 64 wide", (16, 2), (64, 64), BF16, page=32, window=128, rows=((0, 257), (130, 100), (5, 2))),
+        _case("chunks, three heads on one", (6, 2), (128, 128), BF16, page=128, rows=((200, 50), (0, 90))),
         _case("no rows", (2, 1), (8, 8), F32, rows=()),
     ),
 }

@@ -10,18 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dayzero.decl import LATENT_PARTS, packed_row
 from dayzero.ops import tiles
 from dayzero.ops.cases_mixers import causal_lists
 from dayzero.ops.cases_paged import paged_inputs
 from dayzero.ops.contract import Case
 from dayzero.ops.random_inputs import Inputs, strided
+from dayzero.ops.records import packed
+from dayzero.ops.sparse_attention import whole
 from dayzero.ops.sparse_index import Pooling
 from dayzero.view import Paged
 
 BF16, F32 = torch.bfloat16, torch.float32
+WIDE = sum(LATENT_PARTS)
 Make = Callable[[Inputs], dict[str, Any]]
 Rows = tuple[tuple[int, int], ...]
 _RAGGED: Rows = ((40, 1), (0, 1), (63, 1), (0, 37), (30, 17))
+_SINGLE: Rows = ((5, 1), (255, 1), (0, 1), (700, 1), (64, 1))
 _LONG: Rows = ((tiles.MERGE_KEYS + 37, 3), (tiles.KEYS - 1, 1))  # candidates are cut twice; a tile is just full
 
 
@@ -86,6 +91,18 @@ def _tokens() -> tuple[Case, ...]:
     def tied(r: Inputs) -> dict[str, Any]:
         return index_inputs(r, _RAGGED, 2, 3, ties=True) | {"k": 9}
 
+    def kept(record: str, heads: int, page: int) -> Make:
+        """Packed keys. Each channel has a magnitude of its own, as trained keys have."""
+
+        def inputs(r: Inputs) -> dict[str, Any]:
+            made = index_inputs(r, _SINGLE, heads, 128, BF16, page=page)
+            keys = replace(made["keys"], rows=made["keys"].rows * (2.0 ** r.integers(-6, 6, 128)).bfloat16())
+            row = packed_row(record, (128,))
+            assert row is not None
+            return made | {"keys": packed(keys, row), "k": 64}
+
+        return inputs
+
     return (
         _case("one row, one token", lambda r: index_inputs(r, ((0, 1),), 2, 8) | {"k": 3}),
         _case("ragged", ragged),
@@ -99,6 +116,11 @@ def _tokens() -> tuple[Case, ...]:
             "k": 2000, "sinks": 4, "window": 1030,
         }),
         _case("no rows", lambda r: index_inputs(r, (), 2, 8) | {"k": 3}),
+        _case("single rows", lambda r: index_inputs(r, _SINGLE, 16, 64, BF16, page=16) | {"k": 65}),
+        _case("single rows, packed", kept("idx_fp8_128", 64, 16)),
+        _case("single rows, e8m0", kept("idx_mxfp8_32", 72, 64)),
+        _case("single rows, forced", lambda r: kept("idx_fp8_128", 8, 64)(r) | {"sinks": 4, "window": 33}),
+        _case("single rows, ties", lambda r: index_inputs(r, _SINGLE, 8, 64, BF16, ties=True) | {"k": 31}),
     )  # fmt: skip
 
 
@@ -130,20 +152,63 @@ def _pools() -> tuple[Case, ...]:
     )
 
 
-def _sparse() -> tuple[Case, ...]:
-    def make(
-        rows: Rows, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, width: int, **more: Any
-    ) -> Make:
+def _lists(
+    rows: Rows, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, width: int, **more: Any
+) -> Make:
+    def inputs(r: Inputs) -> dict[str, Any]:
+        page, extra = more.get("page", 16), {k: v for k, v in more.items() if k == "softcap"}
+        made = paged_inputs(r, rows, heads, widths, dtype, page=page)
+        lists = [causal_lists(r, count, start, width) for start, count in rows]
+        made["listed_TN"] = torch.cat(lists) if lists else torch.zeros(0, width, dtype=torch.int64)
+        if more.get("sinks"):
+            extra["sinks_H"] = r.normal(heads[0]) * 3
+        return made | extra
+
+    return inputs
+
+
+def _latent() -> tuple[Case, ...]:
+    """Rows of the usual width, plain and coded, under lists that end anywhere in a tile of 64."""
+
+    def wide(rows: Rows, heads: int, width: int, dtype: torch.dtype = BF16) -> Make:
+        """Latent rows of the usual width."""
+        return lambda r: _lists(rows, (heads, 1), (WIDE, 512), dtype, width, page=64)(r) | {
+            "values": None, "value_dim": 512, "scale": 192**-0.5,
+        }  # fmt: skip
+
+    def coded(rows: Rows, heads: int, width: int, **more: Any) -> Make:
+        """The same in FP8 records; pages nobody has are NaN."""
+
         def inputs(r: Inputs) -> dict[str, Any]:
-            page, extra = more.get("page", 16), {k: v for k, v in more.items() if k == "softcap"}
-            made = paged_inputs(r, rows, heads, widths, dtype, page=page)
-            lists = [causal_lists(r, count, start, width) for start, count in rows]
-            made["listed_TN"] = torch.cat(lists) if lists else torch.zeros(0, width, dtype=torch.int64)
-            if more.get("sinks"):
-                extra["sinks_H"] = r.normal(heads[0]) * 3
-            return made | extra
+            found = wide(rows, heads, width)(r)
+            spread = (2.0 ** r.integers(-9, 9, WIDE)).bfloat16()
+            plain = replace(found["keys"], rows=found["keys"].rows[:, :, 0] * spread)
+            row = packed_row("mla_fp8_656", (WIDE,), LATENT_PARTS)
+            assert row is not None
+            sinks = {"sinks_H": r.normal(heads) * 3} if more.get("sinks") else {}
+            return found | {"keys": packed(plain, row).headed(), "scale": 1e-3} | sinks
 
         return inputs
+
+    def in_one(r: Inputs) -> dict[str, Any]:
+        """A sequence that is no pages of a pool; some of its queries list nothing."""
+        listed_TN = causal_lists(r, 70, 0, 66)
+        listed_TN[::9] = -1
+        return {"q_THD": r.normal(70, 16, 576, dtype=BF16), "keys": whole(r.normal(70, 1, 576, dtype=BF16)),
+                "values": None, "value_dim": 512, "scale": 192**-0.5, "listed_TN": listed_TN}  # fmt: skip
+
+    return (
+        _case("latent, wide", wide(((130, 1), (0, 1), (62, 1), (63, 1), (64, 1), (0, 3), (126, 4)), 128, 129)),
+        _case("latent, wide, odd heads", wide(((300, 2), (70, 1)), 7, 257)),
+        _case("latent, wide f32", wide(((70, 1), (3, 2)), 5, 65, F32)),
+        _case("latent, in one", in_one),
+        _case("latent, coded", coded(((130, 1), (0, 1), (62, 1), (63, 1), (64, 1), (0, 3), (126, 4)), 64, 129)),
+        _case("latent, coded, sinks", coded(((300, 2), (0, 1), (70, 1)), 96, 257, sinks=True)),
+    )
+
+
+def _sparse() -> tuple[Case, ...]:
+    make = _lists
 
     def latent(r: Inputs) -> dict[str, Any]:
         return make(_RAGGED, (5, 1), (24, 16), BF16, 9)(r) | {"values": None, "value_dim": 16}
@@ -162,6 +227,7 @@ def _sparse() -> tuple[Case, ...]:
         _case("wider values than keys", make(_RAGGED, (3, 3), (8, 24), F32, 5)),
         _case("lists above the length", make(_RAGGED, (4, 2), (16, 16), F32, 99)),
         _case("latent", latent),
+        *_latent(),
         _case("sinks", make(_RAGGED, (4, 2), (16, 16), F32, 5, sinks=True)),
         _case("softcap", make(_RAGGED, (4, 2), (16, 16), F32, 5, softcap=2.0)),
         _case("sinks and nothing else", lambda r: (made := make(_RAGGED, (4, 2), (16, 16), F32, 5, sinks=True)(r)) | {

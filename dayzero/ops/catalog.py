@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dayzero.errors import UsageError
+from dayzero.ops.catalog_cuda import DELTA_PAGED
 from dayzero.ops.catalog_cuda import LINES as CUDA_LINES
-from dayzero.ops.line import REFERENCE, Line, Traits
+from dayzero.ops.line import INDEX_RECORDS, KV_RECORDS, LATENT_RECORDS, REFERENCE, Line, Traits
 
 __all__ = ["CATALOG", "REFERENCE", "Catalog", "Line", "Traits", "builtin", "lacking", "lookup", "supports"]
 
@@ -91,18 +92,28 @@ _SOFTMAX: Traits = {
     "sinks": (False, True), "softcap": (False, True), "value_width": ("same", "other"), "grouped": (False, True),
 }  # fmt: skip
 _CAUSAL: Traits = {"window": _YES_OR_WIDTH, **_SOFTMAX}
-_SPARSE: Traits = {**_SOFTMAX, "latent": (False, True)}
-_LATENT: Traits = {"window": _YES_OR_WIDTH, "sinks": (False, True), "shared_key": (True, False)}
-_TOKENS: Traits = {"sinks": (False, True), "window": (False, True)}
-_POOL: Traits = {"how": ("max", "gated"), "local": (False, True), "tail": ("always", "never", "scored")}
+_PAGED: Traits = {**_CAUSAL, "latent": (False, True), "record": (*LATENT_RECORDS, *KV_RECORDS)}
+_SPARSE: Traits = {**_SOFTMAX, "latent": (False, True), "record": (*LATENT_RECORDS, *KV_RECORDS)}
+_LATENT: Traits = {
+    "window": _YES_OR_WIDTH,
+    "sinks": (False, True),
+    "shared_key": (True, False),
+    "record": LATENT_RECORDS,
+}
+_TOKENS: Traits = {"sinks": (False, True), "window": (False, True), "record": INDEX_RECORDS}
+_POOL: Traits = {
+    "how": ("max", "gated"),
+    "local": (False, True),
+    "tail": ("always", "never", "scored"),
+    "record": INDEX_RECORDS,
+}
 _BIAS: Traits = {"bias": (False, True)}
+_NORM: Traits = {"offset": (False, True), "scale_in": ("f32", "dtype")}
 _EXPERTS_FP8: Traits = {"act": _GLU_KINDS, **_BIAS, "activation": ("fp8_128",)}
 
 # contract -> (module:function below dayzero.ops, traits)
 _REFERENCES: Mapping[str, tuple[str, Traits]] = {
-    "norm.rms": (
-        "norm:rms", {"weight": (True, False), "offset": (False, True), "scale_in": ("f32", "dtype")},
-    ),
+    "norm.rms": ("norm:rms", {"weight": (True, False), **_NORM}),
     "norm.layer": ("norm:layer", {"weight": (True, False), "bias": (True, False)}),
     "norm.rms_gated": ("norm:rms_gated", {"act": ("silu", "sigmoid")}),
     "norm.l2": ("norm:l2", {}),
@@ -118,14 +129,20 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "linear.matmul_f32": ("linear:matmul_f32", _BIAS),
     "linear.grouped": ("linear:grouped", {}),
     "attention.causal": ("attention:causal", _CAUSAL),
-    "attention.paged": ("paged:paged", _CAUSAL),
+    "attention.paged": ("paged:paged", _PAGED),
     "attention.sparse": ("sparse_attention:sparse", _SPARSE),
+    "cache.write": ("records:write", {"record": (*LATENT_RECORDS, *INDEX_RECORDS, *KV_RECORDS)}),
+    "cache.write_latent": (
+        "latent_write:write_latent",
+        {"record": LATENT_RECORDS, "style": ("half", "interleaved", None), "mrope": (False, True)},
+    ),
     "attention.merge": ("attention:merge", {}),
     "attention.gate": ("attention:gate", {"per": ("channel", "head")}),
     "latent.absorb": ("latent:absorb", {}),
     "latent.expand": ("latent:expand", {}),
     "latent.attend_expanded": ("latent:attend_expanded", {**_LATENT, "index": (False, True)}),
-    "latent.attend_absorbed": ("latent:attend_absorbed", _LATENT),
+    "latent.queries": ("latent:queries_into_latent", {}),
+    "latent.values": ("latent:values_out_of_latent", {}),
     "sparse_index.score": ("sparse_index:score", {}),
     "sparse_index.top_k": (
         "sparse_index:top_k",
@@ -139,6 +156,7 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "recurrence.gate_bounded": ("recurrence:gate_bounded", _DECAY),
     "recurrence.delta": ("recurrence:delta_recurrent", _DELTA),
     "recurrence.delta_chunked": ("recurrence:delta_chunked", _DELTA),
+    "recurrence.paged": ("delta_paged:paged", DELTA_PAGED),
     "conv.causal": ("conv:causal", {"act": ("silu", None), **_BIAS}),
     "activation.glu": ("activation:glu", {"kind": _GLU_KINDS}),
     "activation.gelu": ("activation:gelu", {"form": ("erf", "tanh")}),
@@ -156,17 +174,21 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "moe.experts": ("moe:experts", {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)}),
     "moe.experts_fp8_128": ("experts_fp8:experts_fp8_128", _EXPERTS_FP8),
     "residual.add": ("residual:add", {}),
+    "residual.add_norm": ("residual:add_norm", _NORM),
     "residual.attn_mix": ("residual:attn_mix", {}),
+    "residual.attn_mix_norm": ("residual:attn_mix_norm", _NORM),
     "residual.streams_enter": ("residual:streams_enter", {}),
     "residual.streams_leave": ("residual:streams_leave", {}),
     "residual.streams_close": ("residual:streams_close", {"collapse": ("sigmoid", "mean")}),
     "sample.greedy": ("sample:greedy", {}),
+    "sample.draw": ("sample:draw", {}),
+    "sample.shape": ("sample:shape", {}),
 }  # fmt: skip
 
 _NATIVE, _ONEDNN = "dayzero.ops.native.calls", "dayzero.ops.vendor.onednn"
 _VARIANTS = (
     Line("attention.causal", "tiled", "any", (), "dayzero.ops.attention:causal_tiled", _CAUSAL),
-    Line("attention.paged", "tiled", "any", (), "dayzero.ops.paged:paged_tiled", _CAUSAL),
+    Line("attention.paged", "tiled", "any", (), "dayzero.ops.paged:paged_tiled", _PAGED, rank=5),
     Line("attention.sparse", "gather", "any", (), "dayzero.ops.sparse_attention:sparse_gather", _SPARSE),
     Line("attention.sparse", "masked", "any", (), "dayzero.ops.sparse_attention:sparse_masked", _SPARSE),
     Line("attention.sparse", "by_length", "any", (), "dayzero.ops.sparse_attention:sparse_by_length", _SPARSE, rank=10),
@@ -174,9 +196,10 @@ _VARIANTS = (
     Line("sparse_index.pool", "tiled", "any", (), "dayzero.ops.sparse_select:pool_tiled", _POOL, rank=10),
     # Where a run is split shows in the last bits; a bf16 model rounds them into other choices of experts.
     Line(
-        "recurrence.delta", "by_length", "any", (), "dayzero.ops.recurrence:delta_by_length", _DELTA, rank=10,
+        "recurrence.paged", "by_length", "any", (), "dayzero.ops.delta_paged:paged_by_length", DELTA_PAGED, rank=10,
         dtypes=("f32",),
     ),
+    Line("recurrence.paged", "chunked", "any", (), "dayzero.ops.delta_paged:paged_chunked", DELTA_PAGED),
     Line("linear.matmul", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul", _BIAS, rank=10),
     Line("linear.matmul_f32", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:matmul_f32", _BIAS, rank=10),
     Line("residual.add", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:add", rank=10),
@@ -186,7 +209,7 @@ _VARIANTS = (
     ),
     Line(
         "attention.paged", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_paged",
-        {**_CAUSAL, "sinks": (False,), "softcap": (False,)}, rank=10,
+        {**_CAUSAL, "sinks": (False,), "softcap": (False,), "latent": (False,)}, rank=10,
     ),
     Line("attention.full", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_full", rank=10),
     Line(
@@ -225,7 +248,8 @@ _VARIANTS = (
         prepack=f"{_NATIVE}:pack", rank=20, dtypes=("bf16",),
     ),
     Line(
-        "attention.paged", "native_cpu", "cpu", ("cxx",), f"{_NATIVE}:paged", _CAUSAL, rank=20, dtypes=("bf16", "f32"),
+        "attention.paged", "native_cpu", "cpu", ("cxx",), f"{_NATIVE}:paged", {**_CAUSAL, "latent": (False,)}, rank=20,
+        dtypes=("bf16", "f32"),
     ),
     Line(
         "norm.rms", "native_cpu", "cpu", ("cxx",), f"{_NATIVE}:rms", _REFERENCES["norm.rms"][1], rank=20,

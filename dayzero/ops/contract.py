@@ -31,14 +31,23 @@ class Case:
     make: Callable[[int], dict[str, Any]]
 
 
+# (inputs, a device variant's results, the reference's) -> what is wrong, or nothing. For a discrete choice by sums: the
+# bound then holds for the sums, and the rule says which choices that allows. Variants that sum as the reference does,
+# which are those for any device and for the CPU, are held to the bound alone.
+Compare = Callable[[Mapping[str, Any], "list[Tensor]", "list[Tensor]"], str]
+
+
 @dataclass(frozen=True)
 class Contract:
-    """name: ``family.word``; body: the reference; bound: element type -> Rel; traits: option -> values the body has."""
+    """name: ``family.word``; body: the reference; bound: element type -> Rel; traits: option -> values the body has;
+    mutates: the arguments that are written to, all others are left as they are. compare: see ``Compare``."""
 
     name: str
     body: Callable[..., Any]
     bound: Mapping[str, Rel]
     traits: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    mutates: tuple[str, ...] = ()
+    compare: Compare | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(*args, **kwargs)
@@ -48,13 +57,18 @@ CONTRACTS: dict[str, Contract] = {}
 
 
 def contract(
-    name: str, *, bound: Mapping[str, Rel], traits: Mapping[str, Iterable[object]] | None = None
+    name: str,
+    *,
+    bound: Mapping[str, Rel],
+    traits: Mapping[str, Iterable[object]] | None = None,
+    mutates: tuple[str, ...] = (),
+    compare: Compare | None = None,
 ) -> Callable[[Callable[..., Any]], Contract]:
     """Register the decorated function as the reference body of contract ``name``."""
 
     def register(body: Callable[..., Any]) -> Contract:
         assert name not in CONTRACTS, f"contract {name} is declared twice"
-        made = Contract(name, body, dict(bound), {k: tuple(v) for k, v in (traits or {}).items()})
+        made = Contract(name, body, dict(bound), {k: tuple(v) for k, v in (traits or {}).items()}, mutates, compare)
         CONTRACTS[name] = made
         return made
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from dayzero.ops.attention import NEGATIVE_INFINITY, softmax_f64, visible
 from dayzero.ops.bounds import ATTENTION, EXACT, MATMUL
 from dayzero.ops.contract import contract
+from dayzero.ops.line import LATENT_RECORDS
 from dayzero.ops.sparse_attention import Merged, within
 
-TRAITS = {"window": (False, True, "int"), "sinks": (False, True), "shared_key": (True, False)}
+TRAITS = {"window": (False, True, "int"), "sinks": (False, True), "shared_key": (True, False), "record": LATENT_RECORDS}
 _QUERIES_AT_ONCE = 16  # bounds the scores [queries, H, L] of the absorbed form
 _TILE_QUERIES, _TILE_KEYS = 64, 256  # of the expanded form over listed rows
 
@@ -129,37 +130,24 @@ def _expanded_by_tiles(
     return out_HTV.transpose(0, 1).to(q_THD.dtype), lse_HT.T.float()
 
 
-@contract("latent.attend_absorbed", bound=ATTENTION, traits=TRAITS)
-def attend_absorbed(
-    q_THD: Tensor,
-    cache_LC: Tensor,
-    kv_b: Tensor,
-    *,
-    start: int,
-    scale: float,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The same as ``latent.attend_expanded`` with W_UK moved to the query and W_UV behind the softmax.
-
-    Over listed rows: the same two steps around ``attention.sparse``.
-    """
-    nope, w_uk_HNR, w_uv_HVR = _split(q_THD, cache_LC, kv_b)
-    rank = kv_b.shape[1]
-    q_THC = queries_into_latent(q_THD.double(), w_uk_HNR)
-    rows_LC = cache_LC.double()
-    seen_TL = visible(q_THD.shape[0], cache_LC.shape[0], start, window, q_THD.device)
-    outs, lses = [], []
-    for first in range(0, max(q_THD.shape[0], 1), _QUERIES_AT_ONCE):
-        some = slice(first, first + _QUERIES_AT_ONCE)
-        s_THL = (q_THC[some] @ rows_LC.T * scale).masked_fill(~seen_TL[some, None], NEGATIVE_INFINITY)
-        p_THL, lse_TH = softmax_f64(s_THL, sinks_H)
-        outs.append(torch.einsum("thr,hvr->thv", p_THL @ rows_LC[:, :rank], w_uv_HVR))
-        lses.append(lse_TH)
-    return torch.cat(outs).to(q_THD.dtype), torch.cat(lses).float()
+def twice(dtype: torch.dtype) -> torch.dtype:
+    """What numbers are kept in between the projections of the absorbed form, so that they are rounded once."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
+@contract("latent.queries", bound=MATMUL)
 def queries_into_latent(q_THD: Tensor, w_uk_HNR: Tensor) -> Tensor:
-    """[T, H, R + P]: W_UK moved to the query; what is shared by all heads stays as it is."""
+    """[T, H, R + P] in twice q's width: W_UK moved to the query; what is shared by all heads stays as it is.
+
+    With ``attention.paged`` or ``attention.sparse`` over latent rows (``value_dim`` R) and ``latent.values`` behind it:
+    the same as ``latent.attend_expanded``.
+    """
     nope = w_uk_HNR.shape[1]
-    return torch.cat((torch.einsum("thn,hnr->thr", q_THD[..., :nope], w_uk_HNR), q_THD[..., nope:]), dim=-1)
+    q_THR = torch.einsum("thn,hnr->thr", q_THD[..., :nope].double(), w_uk_HNR.double())
+    return torch.cat((q_THR, q_THD[..., nope:].double()), dim=-1).to(twice(q_THD.dtype))
+
+
+@contract("latent.values", bound=MATMUL)
+def values_out_of_latent(out_THR: Tensor, w_uv_HVR: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, H, V] in ``dtype``: W_UV behind the softmax."""
+    return torch.einsum("thr,hvr->thv", out_THR.double(), w_uv_HVR.double()).to(dtype)

@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 Traits = Mapping[str, tuple[object, ...]]
 REFERENCE = "reference"
 
+# Values of the option ``record``: rows kept as e4m3 codes with scales. Every variant has plain rows: no option.
+LATENT_RECORDS = ("mla_fp8_656", "mla_fp8_tiled")
+INDEX_RECORDS = ("idx_fp8_128", "idx_mxfp8_32")
+KV_RECORDS = ("kv_fp8",)
+
 
 @dataclass(frozen=True, slots=True)
 class Line:

@@ -8,16 +8,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dayzero.ops.bounds import ELEMENTWISE, RESIDUAL
+from dayzero.ops.bounds import CAST_FIRST, ELEMENTWISE, RESIDUAL
 from dayzero.ops.contract import contract
 from dayzero.ops.linear import product_f64
-from dayzero.ops.norm import inverse_rms
+from dayzero.ops.norm import inverse_rms, rms
+
+_NORM = {"offset": (False, True), "scale_in": ("f32", "dtype")}
 
 
 @contract("residual.add", bound=ELEMENTWISE)
 def add(stream_TH: Tensor, out_TH: Tensor) -> Tensor:
     """stream + out, added in f32, in the stream's dtype."""
     return (stream_TH.float() + out_TH.float()).to(stream_TH.dtype)
+
+
+@contract("residual.add_norm", bound=CAST_FIRST, traits=_NORM)
+def add_norm(
+    stream_TH: Tensor, out_TH: Tensor, weight_H: Tensor, *, eps: float, offset: bool = False, scale_in: str = "f32"
+) -> tuple[Tensor, Tensor]:
+    """(``residual.add`` of stream and out, ``norm.rms`` of that sum as it is stored), both [T, H] in the stream's
+    dtype: one site, so that the sum need not be read again. Equal to the two in turn, bit for bit."""
+    sum_TH = add.body(stream_TH, out_TH)
+    return sum_TH, rms.body(sum_TH, weight_H, eps=eps, offset=offset, scale_in=scale_in)
 
 
 @contract("residual.attn_mix", bound=RESIDUAL)
@@ -39,6 +51,24 @@ def attn_mix(
     for share_T, source_TH in zip(torch.softmax(scores_ST, dim=0), sources, strict=True):
         mixed_TH += share_T[:, None] * source_TH.double()
     return mixed_TH.to(partial_TH.dtype)
+
+
+@contract("residual.attn_mix_norm", bound=RESIDUAL, traits=_NORM)
+def attn_mix_norm(
+    partial_TH: Tensor,
+    bank_BTH: Tensor,
+    norm_weight_H: Tensor,
+    proj_weight_H: Tensor,
+    weight_H: Tensor,
+    *,
+    eps: float,
+    offset: bool = False,
+    scale_in: str = "f32",
+) -> Tensor:
+    """``norm.rms`` with ``weight`` of ``residual.attn_mix`` of the others, both with ``eps``: equal to the two in turn,
+    bit for bit, without storing the mixture. [T, H] in partial's dtype."""
+    mixed_TH = attn_mix.body(partial_TH, bank_BTH, norm_weight_H, proj_weight_H, eps=eps)
+    return rms.body(mixed_TH, weight_H, eps=eps, offset=offset, scale_in=scale_in)
 
 
 @contract("residual.streams_enter", bound=RESIDUAL)

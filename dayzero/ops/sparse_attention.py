@@ -18,6 +18,7 @@ from dayzero.ops import tiles
 from dayzero.ops.attention import NEGATIVE_INFINITY, softmax_f64
 from dayzero.ops.bounds import ATTENTION
 from dayzero.ops.contract import contract
+from dayzero.ops.line import KV_RECORDS, LATENT_RECORDS
 from dayzero.ops.sparse_index import query_blocks
 from dayzero.view import Paged, Span
 
@@ -36,7 +37,7 @@ def whole(rows_L: Tensor) -> Paged:
 def _value_width(keys: Paged, values: Paged | None, value_dim: int) -> int:
     if (values is None) != (value_dim > 0):
         raise ValueError("either values are given, or the width of the values that the keys begin with")
-    return value_dim if values is None else values.rows.shape[-1]
+    return value_dim if values is None else values.shape[-1]
 
 
 def _grouped(q_THD: Tensor, key_heads: int) -> Tensor:
@@ -57,7 +58,7 @@ def _taken(keys: Paged, values: Paged | None, span: Span, at_TN: Tensor, value_d
     bound=ATTENTION,
     traits={
         "sinks": (False, True), "softcap": (False, True), "value_width": ("same", "other"), "grouped": (False, True),
-        "latent": (False, True),
+        "latent": (False, True), "record": (*LATENT_RECORDS, *KV_RECORDS),
     },
 )  # fmt: skip
 def sparse(
@@ -184,7 +185,7 @@ class _Call:
 
     def _masked(self, span: Span, q_THD: Tensor, listed_TN: Tensor) -> tuple[Tensor, Tensor]:
         """[K, T, G] inside: one product for each key head and tile."""
-        q_KTGD = _grouped(q_THD, self.keys.rows.shape[2]).permute(1, 0, 2, 3).contiguous()
+        q_KTGD = _grouped(q_THD, self.keys.shape[0]).permute(1, 0, 2, 3).contiguous()
         width = _value_width(self.keys, self.values, self.value_dim)
         top_KTG = q_KTGD.new_full(q_KTGD.shape[:3], NEGATIVE_INFINITY)
         total_KTG = torch.zeros_like(top_KTG)

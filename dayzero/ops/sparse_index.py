@@ -8,8 +8,9 @@ reads the keys of all rows of a step where they lie and lists, for each query, p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.nn.functional import pad
 from dayzero.ops.attention import NEGATIVE_INFINITY, visible
 from dayzero.ops.bounds import EXACT, MATMUL_F32
 from dayzero.ops.contract import contract
+from dayzero.ops.line import INDEX_RECORDS
 from dayzero.view import Paged, Span
 
 _QUERIES_AT_ONCE = 16  # bounds the scores [queries, L] of the references
@@ -96,7 +98,114 @@ def _whole(keys: Paged, span: Span) -> Tensor:
     return k_LD
 
 
-@contract("sparse_index.tokens", bound=EXACT, traits={"sinks": (False, True), "window": (False, True)})
+def only_near_the_cut(inputs: Mapping[str, Any], gots: list[Tensor], wants: list[Tensor]) -> str:
+    """The rule for lists of ``tokens`` from scores that were summed in float32: what is wrong with them, or nothing.
+
+    A score s is off by at most b = MATMUL_F32 * scale * sum over heads of |w| * sum over channels of |q k|: relu passes
+    no more than it is given, and each term's roundings are counted there. An exact choice from such scores lists a row
+    x in the place of a row y of the reference only if s(x) + b(x) >= s(y) - b(y). Held here for every such pair of each
+    query, both sums in float64. Rows with the same key have the same sum, so that among them the lower one comes first.
+    Everything else is as the reference has it: as many rows, ascending, each once, none that is forced missing, none
+    whose score is -inf or NaN, pads at the end.
+    """
+    for rows, own_T1, k_LD, s_TL, b_TL in _scores_and_bounds(inputs):
+        rows_L = torch.arange(s_TL.shape[1], device=s_TL.device)
+        got_TL, want_TL = (_listed(lists[0][rows], s_TL.shape[1]) for lists in (gots, wants))
+        forced_TL = (rows_L < inputs.get("sinks", 0)) | (rows_L > own_T1 - inputs.get("window", 0))
+        never_TL = (rows_L > own_T1) | ~(s_TL > NEGATIVE_INFINITY)
+        wrong = _shape_wrong(gots[0], wants[0], rows, s_TL.shape[1])
+        wrong = wrong or _swapped_wrong((s_TL, b_TL), got_TL, want_TL, forced_TL, never_TL)
+        lost_TL, more_TL = want_TL & ~got_TL, got_TL & ~want_TL
+        for t in torch.nonzero(lost_TL.any(1)).flatten().tolist():
+            lost_X, more_Y = (torch.nonzero(one_TL[t]).flatten() for one_TL in (lost_TL, more_TL))
+            same_XY = (k_LD[lost_X, None] == k_LD[None, more_Y]).all(-1)
+            if (same_XY & (lost_X[:, None] < more_Y)).any():
+                wrong = wrong or "of two rows with the same key, the higher one is listed"
+        if wrong:
+            return f"queries {rows.start} to {rows.stop}: {wrong}"
+    return ""
+
+
+def only_pools_near_the_cut(inputs: Mapping[str, Any], gots: list[Tensor], wants: list[Tensor]) -> str:
+    """The same rule for ``pool``, where pools score what their best row scores: a pool's score is off by no more than
+    the largest b of its rows. A listed pool is listed with all rows that the query may see. Gated pools must be equal.
+    """
+    pooling: Pooling = inputs["pooling"]
+    if pooling.gates is not None:
+        return "" if torch.equal(gots[0], wants[0]) else "gated pools are chosen from sums in float64"
+    for rows, own_T1, _, s_TL, b_TL in _scores_and_bounds(inputs):
+        own_T, rows_L = own_T1[:, 0], torch.arange(s_TL.shape[1], device=s_TL.device)
+        s_TL = s_TL.masked_fill(rows_L > own_T1, NEGATIVE_INFINITY)
+        b_TP = best_of_pools(b_TL.masked_fill(rows_L > own_T1, 0), pooling.size)
+        s_TP = pooling.judged(best_of_pools(s_TL, pooling.size), own_T, 0)
+        seen_TL = rows_L <= own_T1
+        tail_TL = seen_TL & (rows_L >= (own_T1 + 1) // pooling.size * pooling.size) & (pooling.tail == "always")
+        wrong, chosen = _shape_wrong(gots[0], wants[0], rows, s_TL.shape[1]), []
+        for lists in (gots, wants):
+            listed_TL = _listed(lists[0][rows], s_TL.shape[1])
+            chosen_TP = best_of_pools((listed_TL & ~tail_TL).float(), pooling.size) > 0
+            whole_TL = chosen_TP.repeat_interleave(pooling.size, 1)[:, : s_TL.shape[1]] & seen_TL | tail_TL
+            if not torch.equal(whole_TL, listed_TL):
+                wrong = wrong or "a pool is listed in part"
+            chosen.append(chosen_TP)
+        wrong = wrong or _swapped_wrong(
+            (s_TP, b_TP), chosen[0], chosen[1], s_TP == torch.inf, ~(s_TP > NEGATIVE_INFINITY)
+        )
+        if wrong:
+            return f"queries {rows.start} to {rows.stop}: {wrong}"
+    return ""
+
+
+def _scores_and_bounds(inputs: Mapping[str, Any]) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
+    """(packed rows, own positions [T, 1], keys [L, D], scores [T, L], how far each may be off), in f64, by blocks."""
+    q_THD, weights_TH, keys, scale = (inputs[name] for name in ("q_THD", "weights_TH", "keys", "scale"))
+    for span, rows, start in query_blocks(keys, _QUERIES_AT_ONCE):
+        end = start + rows.stop - rows.start
+        k_LD = _whole(keys, span)[:end].double()
+        s_TL, b_TL = torch.zeros(2, end - start, end, dtype=torch.float64, device=q_THD.device)
+        for head in range(q_THD.shape[1]):
+            q_TD, w_T1 = q_THD[rows, head].double(), weights_TH[rows, head, None].double() * scale
+            s_TL += w_T1 * torch.relu(q_TD @ k_LD.T)
+            b_TL += w_T1.abs() * (q_TD.abs() @ k_LD.abs().T) * MATMUL_F32["f32"].value
+        yield rows, torch.arange(start, end, device=q_THD.device)[:, None], k_LD, s_TL, b_TL
+
+
+def _shape_wrong(got_TK: Tensor, want_TK: Tensor, rows: slice, num_keys: int) -> str:
+    """Lists are ascending, name each row once and none out of reach, and have pads at the end."""
+    if got_TK.shape != want_TK.shape or not torch.equal(got_TK[rows], ascending(got_TK[rows])):
+        return "a list is not ascending with pads at the end"
+    there_T = _listed(got_TK[rows], num_keys).sum(1)
+    return "" if torch.equal(there_T, (got_TK[rows] >= 0).sum(1)) else "a row is listed twice or is out of reach"
+
+
+def _swapped_wrong(
+    scores: tuple[Tensor, Tensor], got_TN: Tensor, want_TN: Tensor, forced_TN: Tensor, never_TN: Tensor
+) -> str:
+    """What is chosen in the place of something else had to be as good, within the bounds of both scores."""
+    s_TN, b_TN = scores
+    lost_TN, more_TN = want_TN & ~got_TN, got_TN & ~want_TN
+    if not torch.equal(got_TN.sum(1), want_TN.sum(1)):
+        return "more or fewer are listed than in the reference"
+    if (lost_TN & forced_TN).any() or (more_TN & (forced_TN | never_TN)).any():
+        return "what is forced is missing or misplaced, or something is listed that may not be"
+    least_T = (s_TN + b_TN).masked_fill(~more_TN, torch.inf).amin(1)
+    most_T = (s_TN - b_TN).masked_fill(~lost_TN, NEGATIVE_INFINITY).amax(1)
+    return "one is further below the cut than sums in float32 explain" if (least_T < most_T).any() else ""
+
+
+def _listed(ids_TK: Tensor, num_keys: int) -> Tensor:
+    """[T, L] whether a row is listed; rows from L on are dropped."""
+    ids_TK = ids_TK.masked_fill((ids_TK < 0) | (ids_TK > num_keys), num_keys)
+    found_TL = torch.zeros(ids_TK.shape[0], num_keys + 1, dtype=torch.bool, device=ids_TK.device)
+    return found_TL.scatter_(1, ids_TK, True)[:, :num_keys]
+
+
+@contract(
+    "sparse_index.tokens",
+    bound=EXACT,
+    traits={"sinks": (False, True), "window": (False, True), "record": INDEX_RECORDS},
+    compare=only_near_the_cut,
+)
 def tokens(
     q_THD: Tensor, weights_TH: Tensor, keys: Paged, *, scale: float, k: int, sinks: int = 0, window: int = 0
 ) -> Tensor:
@@ -174,7 +283,13 @@ class Pooling:
 @contract(
     "sparse_index.pool",
     bound=EXACT,
-    traits={"how": ("max", "gated"), "local": (False, True), "tail": ("always", "never", "scored")},
+    traits={
+        "how": ("max", "gated"),
+        "local": (False, True),
+        "tail": ("always", "never", "scored"),
+        "record": INDEX_RECORDS,
+    },
+    compare=only_pools_near_the_cut,
 )
 def pool(
     q_THD: Tensor, weights_TH: Tensor, keys: Paged, pooling: Pooling, *, scale: float, pools: int

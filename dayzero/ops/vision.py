@@ -56,16 +56,16 @@ def positions(table_ABD: Tensor, *, rows: int, columns: int, corners: bool) -> T
     if (high, wide) == (rows, columns):
         return table_ABD.flatten(0, 1)
     table = table_ABD.double()
-    low, up, share = _places(rows, high, corners)
+    low, up, share = _places(rows, high, corners, table.device)
     table = torch.lerp(table[low], table[up], share[:, None, None])
-    low, up, share = _places(columns, wide, corners)
+    low, up, share = _places(columns, wide, corners, table.device)
     table = torch.lerp(table[:, low], table[:, up], share[None, :, None])
     return table.flatten(0, 1).to(table_ABD.dtype)
 
 
-def _places(count: int, size: int, corners: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _places(count: int, size: int, corners: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """(entry below, entry above, share of the one above) of each of ``count`` places along ``size`` entries."""
-    at = torch.arange(count, dtype=torch.float64)
+    at = torch.arange(count, dtype=torch.float64, device=device)
     at = at * ((size - 1) / max(count - 1, 1)) if corners else ((at + 0.5) * (size / count) - 0.5).clamp(min=0)
     low = at.floor().long().clamp(max=size - 1)
     return low, (low + 1).clamp(max=size - 1), at - low

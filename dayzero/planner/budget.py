@@ -88,7 +88,7 @@ def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
     return [*out, (start, len(sizes))]
 
 
-def cache_by_layer(spec: ModelSpec, tp: int, precision: str, context: int) -> list[tuple[int, int]]:
+def cache_by_layer(spec: ModelSpec, tp: int, context: int) -> list[tuple[int, int]]:
     """(bytes a token, bytes a sequence) of each layer on one of ``tp`` ranks. Full windows count as sequence."""
     out = []
     for i, layer in enumerate(spec.layers):
@@ -96,7 +96,7 @@ def cache_by_layer(spec: ModelSpec, tp: int, precision: str, context: int) -> li
         for need in layer.cache(f"layers.{i}"):
             if need.shares is not None:
                 continue
-            size = _cut_bytes(need, tp, precision)
+            size = _cut_bytes(need, tp)
             if need.unit == "state":
                 per_sequence += size
             elif need.window is not None:
@@ -107,8 +107,8 @@ def cache_by_layer(spec: ModelSpec, tp: int, precision: str, context: int) -> li
     return out
 
 
-def _cut_bytes(need: CacheNeed, tp: int, precision: str) -> int:
-    size = record_bytes(need, precision)
+def _cut_bytes(need: CacheNeed, tp: int) -> int:
+    size = record_bytes(need)
     for cut in need.cuts:
         if cut.axis == "tp" and tp > 1:
             units = need.shape[cut.dim] // cut.unit

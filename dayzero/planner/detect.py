@@ -6,22 +6,40 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from dayzero.errors import MachineError
 from dayzero.hardware import HARDWARE, Hardware
+from dayzero.planner.memory import available_bytes
 
 HERE = "here"
+Kind = Literal["auto", "cpu", "cuda"]
 # Word that a catalog line uses -> module. Records of accelerators have them all: a plan made elsewhere supposes them.
 KERNEL_PACKAGES = {"triton": "triton", "cuda_bindings": "cuda.bindings"}
 
 
-def detect() -> tuple[Hardware, int]:
+def detect(kind: Kind = "auto") -> tuple[Hardware, int]:
     """(record, number of devices) of this machine: its accelerators when torch sees any, else its CPU and memory.
+
+    kind: ``cpu`` leaves accelerators alone; ``cuda`` is a MachineError where torch sees none.
 
     An accelerator whose name holds that of a known record takes that record's rates with the memory it really has;
     an unknown one takes the rates of the slowest known record and says so in its name.
     """
-    return _accelerators() or (_cpu(), 1)
+    found = None if kind == "cpu" else _accelerators()
+    if found is None and kind == "cuda":
+        raise MachineError("torch sees no NVIDIA GPU here (torch.cuda.is_available() is false): use --device cpu.")
+    return found or (_cpu(), 1)
+
+
+def free_bytes(target: str) -> int:
+    """Memory that can still be allocated on the current device of ``target`` (``cpu``, ``cuda``)."""
+    if target != "cuda":
+        return available_bytes()
+    import torch
+
+    held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch has it, and gives it to who asks
+    return torch.cuda.mem_get_info()[0] + held
 
 
 def _cpu() -> Hardware:

@@ -22,7 +22,7 @@ def show_plan(report: PlanReport, console: Console) -> None:
     )
     console.line(
         f"cache: {report.cache.per_token:,} B a token, {bytes_text(report.cache.per_sequence + report.cache.window)} "
-        f"a sequence, kept in {report.cache.precision}"
+        f"a sequence, kept in {report.cache.records}"
     )
     parts = ", ".join(f"{name} {size:,}" for name, size in report.carry.items())
     console.line(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dayzero.arch.cost import active_params, cache_cost, total_params
+from dayzero.arch.record_choice import parse_records, with_records
 from dayzero.arch.spec import ModelSpec
 from dayzero.console import ProgressFactory, no_progress
 from dayzero.errors import UsageError
@@ -29,8 +30,7 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
     """Plan ``source`` (a checkpoint or a config.json). Errors: UsageError for options, CheckpointError for damage."""
     here = options.hardware == HERE
     hardware, devices = detect() if here else parse_hardware(options.hardware, options.known)
-    if options.cache not in ("bf16", "fp8"):
-        raise UsageError(f"--cache {options.cache}: records are kept in bf16 or fp8.")
+    parse_records(options.cache)
     with progress("reading headers", None, "shards") as bar:
         model = read_model(source, options.recipe, bar.reach, drafts=options.drafts)
     spec = model.paper.spec
@@ -103,6 +103,7 @@ class _Trials:
         self.model, self.hardware, self.options, self.context = model, hardware, options, context
         self.spec = model.paper.spec
         self.sizes = weight_bytes(model)
+        self.kept = with_records(self.spec, options.cache)
         self.cache = cache_cost(self.spec, options.cache)
         self._work = work_of(self.spec, context)
         self._element = "e4m3" if any(f.element == "e4m3" for f in model.formats) else "bf16"
@@ -142,7 +143,7 @@ class _Trials:
         swapped = [self._swapping(size, mesh) for size in experts]
         weights = [size - (swap.total - swap.held if swap else 0) for size, swap in zip(weights, swapped, strict=True)]
         if mesh.tp not in self._caches:
-            self._caches[mesh.tp] = cache_by_layer(self.spec, mesh.tp, self.options.cache, self.context)
+            self._caches[mesh.tp] = cache_by_layer(self.kept, mesh.tp, self.context)
         caches = self._caches[mesh.tp]
         firsts = [
             rank_budget(self.spec, mesh, mesh.place(s * mesh.stage_ranks), bounds[s], weights[s],

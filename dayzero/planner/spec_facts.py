@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dayzero.arch.cost import active_params, cache_cost, extra_params, total_params
+from dayzero.arch.record_choice import with_records
 from dayzero.arch.records import record_bytes
 from dayzero.arch.spec import ModelSpec
 from dayzero.planner.effective import effective_values
@@ -41,14 +42,14 @@ def spec_facts(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
 def _cache_records(spec: ModelSpec) -> list[dict[str, Any]]:
     """One row for each (layer kind, record kind): how many layers keep it, and their bytes together."""
     rows: dict[tuple[str, str, str, int | None], list[int]] = {}
-    for need in spec.cache():
+    for need, narrow in zip(spec.cache(), with_records(spec, "fp8").cache(), strict=True):
         number = int(need.name.split(".")[1]) if need.name.startswith("layers.") else -1
         kind = spec.layers[number].mixer.kind if number >= 0 else "other"
         entry = rows.setdefault((kind, need.record, need.unit, need.window), [0, 0, 0])
         if need.shares is None:
             entry[0] += 1
-            entry[1] += record_bytes(need, "bf16")
-            entry[2] += record_bytes(need, "fp8")
+            entry[1] += record_bytes(need)
+            entry[2] += record_bytes(narrow)
     return [
         {
             "layer_kind": kind, "record": record, "unit": unit, "window": window, "count": count,

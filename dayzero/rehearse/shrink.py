@@ -72,8 +72,15 @@ def _put(config: dict[str, Any], key: str, value: Any, *, create: bool) -> bool:
 
 
 def traits_of(spec: ModelSpec) -> set[tuple[str, tuple[tuple[str, object], ...]]]:
-    """Which operator contracts a model uses, with which options: what a twin has to keep."""
-    return {(use.contract, use.traits) for use in spec.contracts()}
+    """(contract, options) of every operator use; widths in numbers are left out, which a twin has smaller."""
+    return {
+        (use.contract, tuple((option, value) for option, value in use.traits if not _is_width(option, value)))
+        for use in spec.contracts()
+    }
+
+
+def _is_width(option: str, value: object) -> bool:
+    return option.endswith("_width") and isinstance(value, int)
 
 
 def lost_traits(real: ModelSpec, twin: ModelSpec) -> list[str]:

@@ -53,7 +53,8 @@ class Answer:
 class Engine:
     """A loop over the local runner, one turn at a time. Debug checks are on.
 
-    forms: which of several equal forms the blocks compute in. record: keep the logits of every sampled token.
+    forms: which of several equal forms the blocks compute in. record: keep the logits of every sampled token, on the
+    CPU.
     """
 
     def __init__(
@@ -63,10 +64,13 @@ class Engine:
         recipe: str | None = None,
         forms: Forms | None = None,
         record: bool = False,
+        device: str = "cpu",
         **config: Any,
     ) -> None:
         options = {"dtype": "float32", "bindings": REFERENCE, "debug": True, "pool_bytes": 8 << 20, "run_ahead": True}
-        launch = LaunchSpec(source=str(source), recipe=recipe, config=EngineConfig(**{**options, **config}))
+        launch = LaunchSpec(
+            source=str(source), recipe=recipe, device=device, config=EngineConfig(**{**options, **config})
+        )
         self.runner = LocalRunner(launch)
         self.runner.load()
         if forms is not None:
@@ -86,7 +90,7 @@ class Engine:
 
         def recording(rows: Sequence[Row], logits_SV: Tensor, late: Late) -> list[RowResult]:
             for row, logits_V in zip(rows, logits_SV, strict=True):
-                self._logits.setdefault(row.request_id, {})[row.index] = logits_V.clone()
+                self._logits.setdefault(row.request_id, {})[row.index] = logits_V.cpu().clone()
             return choose(rows, logits_SV, late)
 
         chooser.choose = recording  # type: ignore[method-assign]

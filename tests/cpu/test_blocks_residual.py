@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from dayzero.arch.norms import Norm
 from dayzero.arch.residuals import AttnRes, Plain
 from dayzero.blocks.residual import Carry, build_residual, close_carry, open_carry
-from dayzero.blocks.site import Params, Site
+from dayzero.blocks.site import Params, Site, reference
 
 # A norm of width 2 leaves (1, 1) and (1, -1) as they are, up to eps.
 NORM = Norm(2, 0.0)
@@ -48,6 +50,62 @@ def test_sandwich_norms_the_output() -> None:
     block = build_residual(Plain(NORM, sandwich=True), Params(dict.fromkeys(names, torch.ones(2))), Site("l"), 0)
     carry = block.leave(open_carry(Plain(NORM), row(1, 1)), "channel", row(8, -8))
     assert torch.equal(carry["h"], row(2, 0))
+
+
+def counting(called: list[str], *fused: str) -> Callable[[str, str], Callable[..., Any]]:
+    """Binds references, and as variants of ``fused`` functions of their own; all note that they were called."""
+
+    def bound(contract: str, site: str) -> Callable[..., Any]:
+        body = reference(contract, site)
+
+        def call(*args: Any, **options: Any) -> Any:
+            called.append(contract)
+            return body(*args, **options)
+
+        return body if contract.endswith("_norm") and contract not in fused else call
+
+    return bound
+
+
+@pytest.mark.parametrize("norm", [Norm(16, 1e-6), Norm(16, 1e-5, offset=True, scale_in="f32")])
+def test_a_sum_and_its_norm_are_one_call_where_a_variant_has_both(norm: Norm) -> None:
+    weights = {f"{s}_norm": torch.randn(16) for s in ("mixer", "channel")}
+    h_TD, out_TD = torch.randn(5, 16).bfloat16(), torch.randn(5, 16).bfloat16()
+    seen: list[tuple[Tensor, Tensor]] = []
+    for fused, want in (("residual.add_norm",), ["residual.add_norm"]), ((), ["residual.add", "norm.rms"]):
+        called: list[str] = []
+        block = build_residual(Plain(norm), Params(weights), Site("l", counting(called, *fused)), 0)
+        carry = block.leave(Carry({"h": h_TD}), "mixer", out_TD)
+        assert not called, "nobody has asked for the sum yet"
+        seen.append((block.enter(carry, "channel"), carry["h"]))
+        assert called == want and carry.main is seen[-1][1]
+        assert torch.equal(block.enter(carry, "channel"), seen[-1][0])  # again: the sum is there now
+    assert torch.equal(seen[0][0], seen[1][0]) and torch.equal(seen[0][1], seen[1][1])
+
+
+def test_a_sum_that_was_looked_at_is_not_added_again() -> None:
+    called: list[str] = []
+    params = Params({f"{s}_norm": torch.ones(2) for s in ("mixer", "channel")})
+    block = build_residual(Plain(NORM), params, Site("l", counting(called, "residual.add_norm")), 0)
+    carry = block.leave(open_carry(Plain(NORM), row(1, -1)), "mixer", row(2, 4))
+    assert dict(carry.parts).keys() == {"h"} and "bank" not in carry.parts
+    assert torch.equal(carry["h"], row(3, 3))
+    assert torch.equal(block.enter(carry, "channel"), row(1, 1))
+    assert called == ["residual.add", "norm.rms"]
+
+
+def test_a_mixture_and_its_norm_are_one_call_where_a_variant_has_both() -> None:
+    carry = Carry({"partial": row(6, 0), "bank": torch.tensor([[[0.0, 3.0], [3.0, 3.0]]])})
+    entered = []
+    for fused, want in (
+        (("residual.attn_mix_norm",), ["residual.attn_mix_norm"]),
+        ((), ["residual.attn_mix", "norm.rms"]),
+    ):
+        called: list[str] = []
+        block = build_residual(DEPTH, Params(depth_params((0.5, 1.0))), Site("l", counting(called, *fused)), 1)
+        entered.append(block.enter(carry, "channel"))
+        assert called == want
+    assert torch.equal(*entered)
 
 
 def test_an_empty_bank_is_the_identity() -> None:

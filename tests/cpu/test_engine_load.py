@@ -152,7 +152,7 @@ def test_the_default_pool_takes_half_of_what_may_be_had(tmp_path: Path, monkeypa
     launch = LaunchSpec(source=str(tmp_path), config=EngineConfig(dtype="float32"))
     wide = load_model(launch)
     slab = wide.layout.slab_bytes
-    monkeypatch.setattr("dayzero.engine.load.available_bytes", lambda: 40 * slab)
+    monkeypatch.setattr("dayzero.engine.load.free_bytes", lambda target: 40 * slab)
     assert load_model(launch).num_slabs == 20 < wide.num_slabs
 
 
@@ -164,10 +164,10 @@ def test_a_pool_is_refused_exactly_where_no_request_could_be_served(kind: str) -
         config = EngineConfig(pool_bytes=max(1, num_slabs * layout.slab_bytes))
         fits = num_slabs > 0 and CacheManager(layout, num_slabs).why_never(2) is None
         if fits:
-            assert _pool_slabs(layout, config, cast(ModelSpec, None)) == num_slabs
+            assert _pool_slabs(layout, config, cast(ModelSpec, None), free=0) == num_slabs
         else:
             with pytest.raises(MachineError, match="cache pool of .* is too small: give --pool-bytes more"):
-                _pool_slabs(layout, config, cast(ModelSpec, None))
+                _pool_slabs(layout, config, cast(ModelSpec, None), free=0)
     assert fits
 
 

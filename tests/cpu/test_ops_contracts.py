@@ -17,7 +17,7 @@ from dayzero.ops.cases import CASES
 from dayzero.ops.catalog import CATALOG, REFERENCE, Catalog, Line, builtin
 from dayzero.ops.contract import CONTRACTS
 from dayzero.planner.detect import detect
-from tests.parity import ELEMENT, check_parity, fits
+from tests.parity import ELEMENT, bitwise_equal, check_parity, fits
 
 
 def _all_cases() -> list[Any]:
@@ -63,9 +63,10 @@ def test_a_reference_is_finite_repeatable_and_leaves_its_inputs_alone(name: str,
     inputs, again = case.make(1), case.make(1)
     first = tensors(CONTRACTS[name].body(**inputs))
     second = tensors(CONTRACTS[name].body(**again))
+    fresh = case.make(1)
     for key, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, again[key]), f"{name} wrote to {key}"
+        same = [bitwise_equal(*pair) for pair in zip(tensors(value), tensors(fresh[key]), strict=True)]
+        assert all(same) or key in CONTRACTS[name].mutates, f"{name} wrote to {key}"
     for one, two in zip(first, second):
         assert not one.isnan().any()
         assert not (one == torch.inf).any()
@@ -132,7 +133,7 @@ def test_entry_points_extend_a_copy_of_the_catalog(monkeypatch: pytest.MonkeyPat
         grown, loaded = load_entry_points(found=[EntryPoint("acme", value, "dayzero.operators")])
         assert loaded == (f"acme = {value}",)
         assert bind("norm.l2", "x", {"norm.l2": "acme"}, catalog=grown) is module.l2
-    assert [line.variant for line in CATALOG.lookup("norm.l2")] == [REFERENCE]
+    assert "acme" not in [line.variant for line in CATALOG.lookup("norm.l2")]
     for value, words in (("acme_gone", "does not import"), ("sys", "no register")):
         with pytest.raises(UsageError, match=words):
             load_entry_points(found=[EntryPoint("acme", value, "dayzero.operators")])

@@ -10,7 +10,7 @@ import torch
 from ops_support import close, poisoned_memory, randomise  # noqa: F401
 from torch import Tensor
 
-from dayzero.ops import attention, latent, linear, norm, rope, sparse_attention, sparse_index
+from dayzero.ops import attention, latent, linear, norm, paged, rope, sparse_attention, sparse_index
 from dayzero.ops.cases_mixers import causal_lists
 from dayzero.ops.random_inputs import Inputs
 from dayzero.view import Span
@@ -28,18 +28,18 @@ def absorbed(
     q_THD: Tensor, cache_LC: Tensor, kv_b: Tensor, *, start: int, scale: float, allowed_TA: Tensor | None = None,
     attend: Any = sparse_attention.sparse, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``attend_absorbed``; over listed rows its two steps around the one entry to sparse attention."""
-    if allowed_TA is None:
-        return latent.attend_absorbed(q_THD, cache_LC, kv_b, start=start, scale=scale, **options)
+    """The projections of the absorbed form around ``attention.paged``, or ``attend`` over listed rows."""
     rank, heads = kv_b.shape[1], q_THD.shape[1]
     nope = q_THD.shape[2] - (cache_LC.shape[1] - rank)
-    w_uk, w_uv = latent.absorb(kv_b.double(), heads, nope, kv_b.shape[0] // heads - nope)
-    keys = sparse_attention.whole(cache_LC[:, None])
-    count = q_THD.shape[0]
-    keys = replace(keys, spans=(Span(0, 0, count, start),))
-    q_THC = latent.queries_into_latent(q_THD.double(), w_uk)
-    out, lse = attend(q_THC, keys, None, allowed_TA, scale=scale, value_dim=rank, **options)
-    return torch.einsum("thr,hvr->thv", out, w_uv).to(q_THD.dtype), lse
+    w_uk, w_uv = latent.absorb(kv_b, heads, nope, kv_b.shape[0] // heads - nope)
+    span = Span(0, 0, q_THD.shape[0], start)
+    keys = replace(sparse_attention.whole(cache_LC), spans=(span,)).headed()
+    listed = () if allowed_TA is None else (allowed_TA,)
+    operator = paged.paged if allowed_TA is None else attend
+    out, lse = operator(
+        latent.queries_into_latent(q_THD, w_uk), keys, None, *listed, scale=scale, value_dim=rank, **options
+    )
+    return latent.values_out_of_latent(out, w_uv, q_THD.dtype), lse
 
 
 def _options() -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def test_both_equal_plain_attention_over_expanded_keys() -> None:
     k_nope, v = latent.expand(inputs["cache_LC"][:, :16], inputs["kv_b"], 3, 12, 20)
     k = torch.cat([k_nope, inputs["cache_LC"][:, None, 16:].expand(-1, 3, -1)], dim=-1)
     want = attention.causal(inputs["q_THD"], k, v, start=9, scale=inputs["scale"])
-    for form in (latent.attend_expanded, latent.attend_absorbed):
+    for form in (latent.attend_expanded, absorbed):
         for got, whole in zip(form(**inputs), want):
             close(got, whole, 1e-5)
 
@@ -83,7 +83,7 @@ def test_a_head_that_straddles_scale_blocks_is_absorbed_right() -> None:
     q, cache = r.normal(9, heads, nope + 16), r.normal(40, rank + 16)
     for scale_of in (kv_b, kv_b.to(torch.bfloat16)):
         inputs = {"q_THD": q, "cache_LC": cache, "kv_b": scale_of, "start": 31, "scale": 208**-0.5}
-        for got, want in zip(latent.attend_absorbed(**inputs), latent.attend_expanded(**inputs)):
+        for got, want in zip(absorbed(**inputs), latent.attend_expanded(**inputs)):
             close(got, want, 1e-5)
     with pytest.raises(ValueError, match="rows"):
         latent.absorb(kv_b[:-1], heads, nope, value)
@@ -169,5 +169,5 @@ def test_a_sparse_latent_layer_equals_transformers() -> None:
     for form in (latent.attend_expanded, absorbed):
         out, _ = form(q, cache, weight["kv_b_proj.weight"], start=0, scale=layer.scaling, allowed_TA=chosen)
         close(project(out.flatten(1), "o_proj"), want, 1e-5)
-    dense, _ = latent.attend_absorbed(q, cache, weight["kv_b_proj.weight"], start=0, scale=layer.scaling)
+    dense, _ = absorbed(q, cache, weight["kv_b_proj.weight"], start=0, scale=layer.scaling)
     assert float((project(dense.flatten(1), "o_proj") - want).norm() / want.norm()) > 0.01  # selection bites

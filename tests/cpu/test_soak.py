@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 from tiny_configs import VOCAB, write_tiny
 
-from benchmarks.soak import Server, Soak, soak
+from benchmarks.soak import POOL_BYTES, Server, Soak, soak
 
 SECONDS = 300.0
 
@@ -18,7 +18,7 @@ SECONDS = 300.0
 @pytest.mark.slow
 def test_a_mixed_load_leaves_nothing_behind(tmp_path: Path) -> None:
     write_tiny("kimi_linear", tmp_path)
-    server = Server(str(tmp_path), "--dtype", "float32", "--bind", "*=reference", "--pool-bytes", "64MiB")
+    server = Server(str(tmp_path), "--dtype", "float32", "--bind", "*=reference", "--pool-bytes", POOL_BYTES)
     try:
         seen = asyncio.run(soak(server.address, server.rss, SECONDS, VOCAB))
     finally:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.live_tensors import LiveTensors
-from dayzero.ops import latent, sparse_attention, sparse_index, sparse_select, tiles
+from dayzero.ops import latent, paged, sparse_attention, sparse_index, sparse_select, tiles
 from dayzero.ops.sparse_attention import whole
 from dayzero.ops.sparse_index import Pooling
 from dayzero.view import Paged, Span
@@ -47,6 +47,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "attention": lambda: sparse_attention.sparse.body(*LATENT, scale=0.2, value_dim=WIDTH),
     "attention, gathered": lambda: sparse_attention.sparse_gather(*LATENT, scale=0.2, value_dim=WIDTH),
     "attention, masked": lambda: sparse_attention.sparse_masked(*LATENT, scale=0.2, value_dim=WIDTH),
+    "dense tiled": lambda: paged.paged_tiled(*LATENT[:3], scale=0.2, value_dim=WIDTH),
     "latent, expanded": lambda: latent.attend_expanded.body(
         normal(CHUNK, HEADS, 12 + 8), ROWS.rows[0, :, 0], normal(HEADS * (12 + 20), WIDTH),
         start=LENGTH - CHUNK, scale=0.2, allowed_TA=LISTS,

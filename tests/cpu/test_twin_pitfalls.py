@@ -27,6 +27,7 @@ from dayzero.blocks.open import open_model
 from dayzero.blocks.site import reference
 from dayzero.blocks.stack import Stack
 from dayzero.ops import recurrence
+from dayzero.ops.delta_paged import PARTS, by_span
 
 EQUAL = 1e-5  # of the logits' spread: what equal forms may differ by
 LEAST = 10 * EQUAL
@@ -182,6 +183,12 @@ def rounded_input(place: int) -> Wrap:
     return lambda made: lambda *args: made(*(rounded(a) if n == place else a for n, a in enumerate(args)))
 
 
+def inside(part: str, wrap: Wrap) -> Wrap:
+    """Wraps one part of the delta rule instead of the whole."""
+    wrong = replace(PARTS, **{part: wrap(getattr(PARTS, part))})
+    return lambda made: lambda *args, **options: by_span(wrong, *args, **options)
+
+
 def index_change(**over: Any) -> Callable[[MLA], MLA]:
     return lambda m: m if m.index is None else replace(m, index=replace(m.index, **over))
 
@@ -191,7 +198,7 @@ TURN = Rope(16, 10000.0, "interleaved")
 MISTAKES: Mapping[str, Callable[[Run], Run]] = {
     # delta attention
     "the unbounded gate": lambda r: r.mixers(Delta, lambda m: replace(m, lower=None)),
-    "the unbounded gate, clamped": lambda r: r.op("recurrence.gate_bounded", clamped_softplus),
+    "the unbounded gate, clamped": lambda r: r.op("recurrence.paged", inside("gate_bounded", clamped_softplus)),
     "rates of other heads": lambda r: r.values(".a_log", lambda v: v.roll(1)),
     "rates rounded to bf16": lambda r: r.values(".a_log", rounded),
     "step biases rounded to bf16": lambda r: r.values(".dt_bias", rounded),
@@ -201,13 +208,15 @@ MISTAKES: Mapping[str, Callable[[Run], Run]] = {
     "the write strength through a sigmoid twice": lambda r: r.op(
         "linear.matmul", lambda f: lambda x, w, b: torch.sigmoid(f(x, w, b)), "mixer.beta"
     ),
-    "the write strength rounded to bf16": lambda r: r.op("recurrence.delta", rounded_input(4)),
-    "the decay rounded to bf16": lambda r: r.op("recurrence.delta", rounded_input(3)),
+    "the write strength rounded to bf16": lambda r: r.op("recurrence.paged", inside("recur", rounded_input(4))),
+    "the decay rounded to bf16": lambda r: r.op("recurrence.paged", inside("recur", rounded_input(3))),
     "a state with values first": lambda r: r.op(
-        "recurrence.delta", second_as(lambda s: s.transpose(1, 2).contiguous())
+        "recurrence.paged", inside("recur", second_as(lambda s: s.transpose(1, 2).contiguous()))
     ),
-    "no state from the chunk before": lambda r: r.op("recurrence.delta", second_as(torch.zeros_like)),
-    "a window of inputs behind the activation": lambda r: r.op("conv.causal", second_as(torch.nn.functional.silu)),
+    "no state from the chunk before": lambda r: r.op("recurrence.paged", inside("recur", second_as(torch.zeros_like))),
+    "a window of inputs behind the activation": lambda r: r.op(
+        "recurrence.paged", inside("convolve", second_as(torch.nn.functional.silu))
+    ),
     "an output gate of silu": lambda r: r.mixers(Delta, lambda m: replace(m, out_gate="silu")),
     # latent attention
     "turned latent attention": lambda r: r.mixers(MLA, lambda m: replace(m, rope=TURN)),

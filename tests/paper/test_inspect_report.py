@@ -78,7 +78,7 @@ def test_the_large_release_on_paper(tmp_path: Path) -> None:
     assert report.layers[0]["mixer"].startswith("delta")
     assert report.layers[92]["mixer"] == report.layers[3]["mixer"]
     assert report.modality == "text+image"
-    assert {e["contract"] for e in report.operators["reuse"]} >= {"residual.attn_mix", "recurrence.delta"}
+    assert {e["contract"] for e in report.operators["reuse"]} >= {"residual.attn_mix", "recurrence.paged"}
     assert report.quantization["method"] == "compressed-tensors"
 
 
@@ -190,7 +190,7 @@ def test_an_unknown_family_is_compared_with_the_nearest(tmp_path: Path) -> None:
     assert any(kind["unknown_tensors"] == ["model.layers.#.hc_attn_fn"] for kind in near["layer_kinds"])
     reuse = {e["contract"] for e in report.operators["reuse"]}
     build = {e["contract"] or e["about"] for e in report.operators["build"]}
-    assert {"residual.streams_enter", "latent.attend_absorbed", "moe.route"} <= reuse
+    assert {"residual.streams_enter", "latent.queries", "moe.route"} <= reuse
     assert "embed.ngram" in build
     assert any("flux_ratio" in b for b in build)
     assert "publisher's own code" in fails(report)["family.unknown"].remedy

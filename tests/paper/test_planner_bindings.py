@@ -35,7 +35,8 @@ def _one(contract: str, hardware: object, dtype: str, **traits: object) -> str |
         (BF16_CPU, "f32", "onednn_f32", "onednn_f32"),
         (CPU, "f16", "torch_cpu", "torch_cpu"),
         (BARE_CPU, "bf16", "torch_cpu", "torch_cpu"),
-        (HARDWARE["h100"], "bf16", None, None),
+        (HARDWARE["h100"], "bf16", "few_rows", "few_rows"),
+        (HARDWARE["h100"], "f16", "torch_cuda", "torch_cuda"),
     ],
 )
 def test_products(hardware: object, dtype: str, product: str | None, product_f32: str | None) -> None:
@@ -46,7 +47,8 @@ def test_products(hardware: object, dtype: str, product: str | None, product_f32
 def test_options_of_the_site_count() -> None:
     assert _one("attention.paged", CPU, "bf16", window=True, sinks=True) == "native_cpu"
     assert _one("attention.paged", BARE_CPU, "bf16", window=True, sinks=False) == "torch_cpu"
-    assert _one("attention.paged", BARE_CPU, "bf16", window=True, sinks=True) is None
+    assert _one("attention.paged", BARE_CPU, "bf16", window=True, sinks=True) == "tiled"
+    assert _one("attention.paged", CPU, "bf16", latent=True) == "tiled"
     assert _one("activation.glu", CPU, "bf16", kind="silu") == "native_cpu"
     assert _one("activation.glu", CPU, "bf16", kind="situ") is None
     assert _one("no.such", CPU, "bf16") is None

@@ -17,7 +17,7 @@ from dayzero.ops.norm import inverse_rms, rms, rms_gated
 from dayzero.ops.recurrence import delta_recurrent, gate_bounded
 from dayzero.ops.residual import attn_mix
 from tests.cpu.faults.catalogue import first
-from tests.cpu.faults.operators import bias_also_weighs, bias_in_bf16, faults_of, variants_of, weighed_before
+from tests.cpu.faults.operators import bias_also_weighs, bias_in_bf16, faults_of, inside, variants_of, weighed_before
 
 # --- residuals over depth -----------------------------------------------------------------------------------------
 
@@ -55,46 +55,55 @@ def sources_in_bf16(partial_TD: Tensor, bank_BTD: Tensor, norm_D: Tensor, proj_D
 # --- bounded decay, recurrence, convolution -----------------------------------------------------------------------
 
 
+@inside("gate_bounded")
 def decay_clamped(z: Tensor, a_log_H: Tensor, dt_bias: Tensor, *, lower: float) -> Tensor:
     """The unbounded decay cut off at the bound: another function that looks alike."""
     rate = a_log_H.exp().reshape(-1, *[1] * (z.dim() - 2))
     return (-rate * torch.nn.functional.softplus(z + dt_bias)).clamp(min=lower)
 
 
+@inside("gate_bounded")
 def rate_of_one_head(z: Tensor, a_log_H: Tensor, dt_bias: Tensor, *, lower: float) -> Tensor:
     """A_log is broadcast: every head decays with the first one's rate."""
     return gate_bounded.body(z, a_log_H[:1].expand_as(a_log_H), dt_bias, lower=lower)
 
 
+@inside("gate_bounded")
 def padding_for_rates(z: Tensor, a_log_H: Tensor, dt_bias: Tensor, *, lower: float) -> Tensor:
     """The last entries of A_log, which are padding, stand for the first."""
     return gate_bounded.body(z, torch.zeros_like(a_log_H), dt_bias, lower=lower)
 
 
+@inside("gate_bounded")
 def decay_in_bf16(z: Tensor, a_log_H: Tensor, dt_bias: Tensor, *, lower: float) -> Tensor:
     return gate_bounded.body(z, a_log_H.bfloat16().float(), dt_bias.bfloat16().float(), lower=lower)
 
 
+@inside("recur")
 def beta_doubled(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor | None) -> Any:
     return delta_recurrent.body(q, k, v, g, 2 * beta_TH, state)
 
 
+@inside("recur")
 def values_first_in_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
     """The state is left as [V, K] and taken as [K, V]: a run without chunks shows nothing."""
     out, after = delta_recurrent.body(q, k, v, g, beta, state)
     return out, after.transpose(-1, -2).contiguous()
 
 
+@inside("convolve")
 def window_of_outputs(x_TC: Tensor, weight_CW: Tensor, state_SC: Tensor | None = None, **given: Any) -> Any:
     """What is kept for the next chunk is behind the convolution and its activation."""
     y_TC, after_SC = convolve.body(x_TC, weight_CW, state_SC, **given)
     return y_TC, torch.cat((after_SC, y_TC))[-after_SC.shape[0] :]
 
 
+@inside("convolve")
 def taps_in_bf16(x_TC: Tensor, weight_CW: Tensor, *rest: Any, **given: Any) -> Any:
     return convolve.body(x_TC, weight_CW.bfloat16().float(), *rest, **given)
 
 
+@inside("norm")
 def output_norm_in_bf16(x: Tensor, gate: Tensor, weight_D: Tensor, **given: Any) -> Tensor:
     return rms_gated.body(x, gate, weight_D.bfloat16().float(), **given)
 
@@ -132,15 +141,15 @@ TABLE: tuple[tuple[Any, str, str, str, str, str], ...] = (
     (query_rounded, "residual.attn_mix", "F", "", "depth", CHANNEL),
     (scores_scaled, "residual.attn_mix", "F", "", "depth", CHANNEL),
     (sources_in_bf16, "residual.attn_mix", "F", "", "depth", MIXER),
-    (decay_clamped, "recurrence.gate_bounded", "F", "", "depth", MIXER),
-    (rate_of_one_head, "recurrence.gate_bounded", "A", "", "depth", MIXER),
-    (padding_for_rates, "recurrence.gate_bounded", "A", "", "depth", MIXER),
-    (decay_in_bf16, "recurrence.gate_bounded", "A", "", "depth", MIXER),
-    (beta_doubled, "recurrence.delta", "F", "", "depth", MIXER),
-    (values_first_in_state, "recurrence.delta", "F", "vllm#41292", "depth", KEPT),
-    (window_of_outputs, "conv.causal", "F", "", "depth", KEPT),
-    (taps_in_bf16, "conv.causal", "A", "", "depth", MIXER),
-    (output_norm_in_bf16, "norm.rms_gated", "A", "", "depth", MIXER),
+    (decay_clamped, "recurrence.paged", "F", "", "depth", MIXER),
+    (rate_of_one_head, "recurrence.paged", "A", "", "depth", MIXER),
+    (padding_for_rates, "recurrence.paged", "A", "", "depth", MIXER),
+    (decay_in_bf16, "recurrence.paged", "A", "", "depth", MIXER),
+    (beta_doubled, "recurrence.paged", "F", "", "depth", MIXER),
+    (values_first_in_state, "recurrence.paged", "F", "vllm#41292", "depth", KEPT),
+    (window_of_outputs, "recurrence.paged", "F", "", "depth", KEPT),
+    (taps_in_bf16, "recurrence.paged", "A", "", "depth", MIXER),
+    (output_norm_in_bf16, "recurrence.paged", "A", "", "depth", MIXER),
     (gate_dropped, "attention.gate", "E", "", "depth", first("layers.3.mixer")),
     (gate_of_each_head, "attention.gate", "E", "", "depth", first("layers.3.mixer")),
     (bias_in_bf16, "moe.route", "G", "TensorRT-LLM#17061", "depth", first("layers.1.experts")),

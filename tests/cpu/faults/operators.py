@@ -5,7 +5,9 @@ T tokens, H heads, D head width, E experts, N chosen experts, L rows of a histor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor
 from dayzero.ops.activation import glu
 from dayzero.ops.attention import causal
 from dayzero.ops.conv import causal as convolve
-from dayzero.ops.latent import attend_absorbed
+from dayzero.ops.delta_paged import PARTS, by_span
+from dayzero.ops.latent import absorb
 from dayzero.ops.linear import matmul
 from dayzero.ops.moe import experts, route
 from dayzero.ops.norm import inverse_rms, layer, rms, rms_gated
@@ -24,6 +27,20 @@ from dayzero.ops.rope import apply
 from dayzero.ops.sparse_index import score, tokens, top_k
 from dayzero.view import Paged
 from tests.cpu.faults.catalogue import Fault, Plant, first
+
+
+def inside(part: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes of a faulty part of the delta rule a faulty ``recurrence.paged``."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def whole(*given: Any, **options: Any) -> Tensor:
+            return by_span(replace(PARTS, **{part: function}), *given, **options)
+
+        return whole
+
+    return wrap
+
 
 # --- attention and rope -------------------------------------------------------------------------------------------
 
@@ -47,14 +64,10 @@ def heads_tiled(q_THD: Tensor, keys: Paged, values: Paged, **given: Any) -> Any:
     return by_row(attend, q_THD, keys, values, **given)
 
 
-def values_first(q_THD: Tensor, cache_LC: Tensor, kv_b: Tensor, **given: Any) -> Any:
+def values_first(kv_b: Tensor, heads: int, nope: int, value: int) -> Any:
     """A head's rows of kv_b are taken as [value | key] instead of [key | value]."""
-    heads, rank = q_THD.shape[1], kv_b.shape[1]
-    nope = q_THD.shape[2] - (cache_LC.shape[1] - rank)
-    rows = kv_b.unflatten(0, (heads, -1))
-    num_values = rows.shape[1] - nope
-    swapped = torch.cat((rows[:, num_values:], rows[:, :num_values]), dim=1)
-    return attend_absorbed.body(q_THD, cache_LC, swapped.flatten(0, 1), **given)
+    values, keys = kv_b.unflatten(0, (heads, -1)).split((value, nope), dim=1)
+    return absorb.body(torch.cat((keys, values), dim=1).flatten(0, 1), heads, nope, value)
 
 
 def position_shifted(x_THD: Tensor, positions: Tensor, freq_F: Tensor, **given: Any) -> Tensor:
@@ -172,6 +185,7 @@ def mean_removed(x: Tensor, weight_D: Tensor, **given: Any) -> Tensor:
     return rms.body(x - x.mean(-1, keepdim=True), weight_D, **given)
 
 
+@inside("norm")
 def gate_before_norm(x: Tensor, gate: Tensor, weight_D: Tensor, *, eps: float, act: str) -> Tensor:
     """The gate multiplies before the norm; it belongs behind it."""
     squash = torch.sigmoid if act == "sigmoid" else torch.nn.functional.silu
@@ -179,6 +193,7 @@ def gate_before_norm(x: Tensor, gate: Tensor, weight_D: Tensor, *, eps: float, a
     return (y * inverse_rms(y, eps) * weight_D.float()).to(x.dtype)
 
 
+@inside("norm")
 def other_output_gate(x: Tensor, gate: Tensor, weight_D: Tensor, *, eps: float, act: str) -> Tensor:
     return rms_gated.body(x, gate, weight_D, eps=eps, act="silu" if act == "sigmoid" else "sigmoid")
 
@@ -186,22 +201,26 @@ def other_output_gate(x: Tensor, gate: Tensor, weight_D: Tensor, *, eps: float, 
 # --- recurrence and convolution -----------------------------------------------------------------------------------
 
 
+@inside("recur")
 def beta_squashed_twice(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor | None) -> Any:
     return delta_recurrent.body(q, k, v, g, torch.sigmoid(beta_TH), state)
 
 
+@inside("recur")
 def key_heads_tiled(q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, *rest: Any) -> Any:
     """Value head h uses key head h % G instead of h // (H / G)."""
     times = v_THV.shape[1] // q_TGK.shape[1]
     return delta_recurrent.body(q_TGK.repeat(1, times, 1), k_TGK.repeat(1, times, 1), v_THV, *rest)
 
 
+@inside("recur")
 def state_in_bf16(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
     """The state is kept in bfloat16 between steps: a run without chunks shows nothing."""
     out, after = delta_recurrent.body(q, k, v, g, beta, None if state is None else state.bfloat16().float())
     return out, after
 
 
+@inside("recur")
 def norm_by_mean(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
     """Keys and queries are divided by the root of the mean of their squares, not of the sum.
 
@@ -213,11 +232,13 @@ def norm_by_mean(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state
     return out * width**-0.5, after
 
 
+@inside("recur")
 def transposed_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
     """Queries and keys change places: the state is written by q and read by k."""
     return delta_recurrent.body(k, q, v, g, beta, state)
 
 
+@inside("recur")
 def unstable_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
     """The chunked form with e^(sum of g) and its inverse taken apart in float32: the inverse overflows at real decay.
 
@@ -236,30 +257,36 @@ def unstable_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
     return out.transpose(0, 1).to(v.dtype), after
 
 
+@inside("recur")
 def query_scale_forgotten(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
     """Queries are not scaled by K^-0.5. The norm behind hides it but for its eps."""
     out, after = delta_recurrent.body(q, k, v, g, beta, state)
     return out * q.shape[-1] ** 0.5, after
 
 
+@inside("gate_softplus")
 def step_bias_dropped(z: Tensor, a_log_H: Tensor, dt_bias: Tensor) -> Tensor:
     return gate_softplus.body(z, a_log_H, torch.zeros_like(dt_bias))
 
 
+@inside("gate_softplus")
 def rate_not_exponential(z: Tensor, a_log_H: Tensor, dt_bias: Tensor) -> Tensor:
     """A_log is used as A."""
     return gate_softplus.body(z, a_log_H.clamp(min=1e-3).log(), dt_bias)
 
 
+@inside("convolve")
 def window_of_zeros(x_TC: Tensor, weight_CW: Tensor, state_SC: Tensor | None = None, **given: Any) -> Any:
     """Each chunk starts with zeros instead of the inputs before it: only a run in chunks shows it."""
     return convolve.body(x_TC, weight_CW, None, **given)
 
 
+@inside("convolve")
 def taps_reversed(x_TC: Tensor, weight_CW: Tensor, *rest: Any, **given: Any) -> Any:
     return convolve.body(x_TC, weight_CW.flip(1), *rest, **given)
 
 
+@inside("convolve")
 def activation_dropped(x_TC: Tensor, weight_CW: Tensor, *rest: Any, act: str | None = None) -> Any:
     return convolve.body(x_TC, weight_CW, *rest, act=None)
 
@@ -271,7 +298,7 @@ TABLE: tuple[tuple[Any, str, str, str, str, str], ...] = (
     (sinks_dropped, "attention.paged", "A", "vllm#49815", "sinks", first("layers.0.mixer")),
     (sinks_scaled, "attention.paged", "F", "", "sinks", first("layers.0.mixer")),
     (heads_tiled, "attention.paged", "E", "", "sinks", first("layers.0.mixer")),
-    (values_first, "latent.attend_absorbed", "E", "sglang-jax#1036", "latent", first("layers.0.mixer")),
+    (values_first, "latent.absorb", "E", "sglang-jax#1036", "latent", first("layers.0.mixer")),
     (position_shifted, "rope.apply", "E", "", "sinks", first("layers.0.mixer")),
     (relu_dropped, "sparse_index.tokens", "E", "", "index", first("layers.0.index")),
     (weights_in_bf16, "sparse_index.tokens", "E", "", "index_long", r"^first diverging: layers\.\d\.index$"),
@@ -287,20 +314,20 @@ TABLE: tuple[tuple[Any, str, str, str, str, str], ...] = (
     (gate_clamped_below, "moe.experts", "F", "sglang#40035", "sinks", first("layers.0.channel")),
     (offset_in_bf16, "norm.rms", "F", "lmdeploy#4790", "head_delta", first("layers.0.mixer")),
     (mean_removed, "norm.rms", "F", "", "tied", first("layers.0.mixer")),
-    (gate_before_norm, "norm.rms_gated", "F", "", "head_delta", first("layers.0.mixer")),
-    (other_output_gate, "norm.rms_gated", "F", "", "channel_delta", first("layers.0.mixer")),
-    (beta_squashed_twice, "recurrence.delta", "F", "", "channel_delta", first("layers.0.mixer")),
-    (norm_by_mean, "recurrence.delta", "F", "", "channel_delta", first("layers.0.mixer")),
-    (transposed_state, "recurrence.delta", "F", "", "channel_delta", first("layers.0.mixer")),
-    (unstable_chunk, "recurrence.delta", "F", "tt-metal#53508", "channel_delta", first("layers.2.mixer")),
-    (key_heads_tiled, "recurrence.delta", "F", "shainet#176", "head_delta", first("layers.0.mixer")),
-    (state_in_bf16, "recurrence.delta", "F", "", "head_delta", r"align\.floor.*layers\.0\.mixer"),
-    (query_scale_forgotten, "recurrence.delta", "F", "shainet#176", "head_delta", first("layers.0.mixer")),
-    (step_bias_dropped, "recurrence.gate_softplus", "F", "", "channel_delta", first("layers.0.mixer")),
-    (rate_not_exponential, "recurrence.gate_softplus", "F", "", "head_delta", first("layers.0.mixer")),
-    (window_of_zeros, "conv.causal", "F", "", "channel_delta", r"align\.floor.*layers\.0\.mixer"),
-    (taps_reversed, "conv.causal", "F", "", "head_delta", first("layers.0.mixer")),
-    (activation_dropped, "conv.causal", "F", "", "channel_delta", first("layers.0.mixer")),
+    (gate_before_norm, "recurrence.paged", "F", "", "head_delta", first("layers.0.mixer")),
+    (other_output_gate, "recurrence.paged", "F", "", "channel_delta", first("layers.0.mixer")),
+    (beta_squashed_twice, "recurrence.paged", "F", "", "channel_delta", first("layers.0.mixer")),
+    (norm_by_mean, "recurrence.paged", "F", "", "channel_delta", first("layers.0.mixer")),
+    (transposed_state, "recurrence.paged", "F", "", "channel_delta", first("layers.0.mixer")),
+    (unstable_chunk, "recurrence.paged", "F", "tt-metal#53508", "channel_delta", first("layers.2.mixer")),
+    (key_heads_tiled, "recurrence.paged", "F", "shainet#176", "head_delta", first("layers.0.mixer")),
+    (state_in_bf16, "recurrence.paged", "F", "", "head_delta", r"align\.floor.*layers\.0\.mixer"),
+    (query_scale_forgotten, "recurrence.paged", "F", "shainet#176", "head_delta", first("layers.0.mixer")),
+    (step_bias_dropped, "recurrence.paged", "F", "", "channel_delta", first("layers.0.mixer")),
+    (rate_not_exponential, "recurrence.paged", "F", "", "head_delta", first("layers.0.mixer")),
+    (window_of_zeros, "recurrence.paged", "F", "", "channel_delta", r"align\.floor.*layers\.0\.mixer"),
+    (taps_reversed, "recurrence.paged", "F", "", "head_delta", first("layers.0.mixer")),
+    (activation_dropped, "recurrence.paged", "F", "", "channel_delta", first("layers.0.mixer")),
 )  # fmt: skip
 
 

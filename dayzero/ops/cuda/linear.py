@@ -1,0 +1,96 @@
+"""Matrix products with few rows at the speed of reading the weight; with more rows, torch's library.
+
+T tokens, K input width, N output width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dayzero.ops.cuda import build
+from dayzero.ops.cuda.build import Kernel, load
+from dayzero.ops.vendor import torch_cuda
+
+
+def check_machine() -> None:
+    """Raise MachineError where either the kernel or the library behind it cannot be used."""
+    build.check_machine()
+    torch_cuda.check_machine()
+
+
+class Setting(NamedTuple):
+    """Of a launch: warps a block, tiles of 16 rows of the weight, blocks of 32 inputs a stage, stages of the ring."""
+
+    warps: int
+    tiles: int
+    unroll: int
+    stages: int
+
+
+def pack(w_NK: Tensor) -> Tensor:
+    """The weight with rows in one piece: what lies beside it in one matrix is multiplied by one call."""
+    return w_NK.contiguous()
+
+
+def matmul(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """``linear.matmul`` of bf16 numbers: sums in f32, one rounding. In a graph, a weight must have been there before
+    the graph is replayed."""
+    setting = _setting(x_TK, w_NK)
+    if setting is None:
+        return torch_cuda.matmul(x_TK, w_NK, bias_N)
+    return _few(x_TK, w_NK, bias_N, x_TK.dtype, setting)
+
+
+def matmul_f32(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """``linear.matmul_f32`` of bf16 numbers: exact products, sums in f32. Graphs: as ``matmul``."""
+    setting = _setting(x_TK, w_NK)
+    if setting is None:
+        return torch_cuda.matmul_f32(x_TK, w_NK, bias_N)
+    return _few(x_TK, w_NK, bias_N, torch.float32, setting)
+
+
+def _setting(x: Tensor, w: Tensor) -> Setting | None:
+    """How the kernel for few rows is launched; None where the library takes over: more rows, other dtypes, and rows
+    that do not begin at 16 bytes. What is best was measured on an H200; 132, 264 and 396 are its multiprocessors times
+    the blocks that one holds."""
+    outputs, width = w.shape
+    aligned = width % 8 == 0 and w.stride(0) % 8 == 0 and w.stride(1) == 1 and w.data_ptr() % 16 == 0
+    if not (aligned and x.dtype == w.dtype == torch.bfloat16 and x.numel() and outputs):
+        return None
+    rows, blocks = x.numel() // width, -(-outputs // 16)
+    if rows > 16 or (rows > 8 and outputs * width > 17 << 20):
+        return None
+    if rows > 8:
+        return Setting(16, 1, 2, 3) if blocks <= 132 else Setting(16, 2, 1, 3)
+    if blocks <= 264:
+        return Setting(16, 1, 2, 3 if blocks <= 132 else 2)
+    return Setting(8, 1, 2, 4) if blocks <= 396 else Setting(8, 2, 2, 2)
+
+
+def _few(x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype, setting: Setting) -> Tensor:
+    lead, (outputs, inputs) = x.shape[:-1], w.shape
+    x = x.reshape(-1, inputs)
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    rows = x.shape[0]
+    y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    kind = 0 if bias is None else 1 if bias.dtype == torch.bfloat16 else 2
+    bias = bias if bias is None else bias.contiguous() if kind == 1 else bias.float().contiguous()
+    strides: tuple[Any, ...] = (ctypes.c_int64(x.stride(0)), ctypes.c_int64(w.stride(0)))
+    # In a graph weights are there already, so they may be asked for while the kernel ahead still runs.
+    overlap = torch.cuda.is_current_stream_capturing()
+    grid, threads = (-(-outputs // (16 * setting.tiles)),), 32 * setting.warps
+    kernel = _kernel(setting, (rows + 7) // 8, dtype == torch.float32, kind)
+    kernel(grid, threads, (x, w, bias, y, rows, outputs, inputs, *strides), overlap=overlap)
+    return y.view(*lead, outputs)
+
+
+def _kernel(setting: Setting, cols: int, wide: bool, bias: int) -> Kernel:
+    defines: dict[str, object] = {word.upper(): value for word, value in setting._asdict().items()}
+    defines |= {"COLS": cols, "OUT_F32": int(wide), "BIAS": bias}
+    ring = setting.stages * setting.unroll * 2 * setting.tiles * setting.warps * 32 * 16
+    return load("linear.cu", "few_rows", defines=defines, shared_bytes=ring)

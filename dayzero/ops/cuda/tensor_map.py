@@ -1,0 +1,53 @@
+"""Maps of pools of records for the tensor copy engine: which bytes a box of columns and records of a block is."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+COLUMNS = 64  # of a box: 128 bytes, within which 16-byte pieces are permuted
+
+
+class TensorMap(ctypes.Structure):
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+def is_page(records: int) -> bool:
+    """Whether so many records a block are a power of two that tiles are made of, or that is made of them."""
+    return records >= 16 and records & (records - 1) == 0
+
+
+def can_map(rows: Tensor) -> bool:
+    """Whether rows [N, page, K, D] are bf16 with each record in one piece, and all of it begins at 16 bytes."""
+    aligned = rows.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in rows.stride()[:3])
+    return rows.dtype == torch.bfloat16 and rows.stride(3) == 1 and aligned and rows.shape[3] % COLUMNS == 0
+
+
+def map_of(rows: Tensor, records: int) -> TensorMap:
+    """Of rows [N, page, K, D] for which ``can_map``, in boxes of 64 columns of up to so many records of one head."""
+    return _encoded(rows.data_ptr(), tuple(rows.shape), tuple(rows.stride()), min(rows.shape[1], records))
+
+
+@lru_cache(maxsize=1024)
+def _encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...], records: int) -> TensorMap:
+    from cuda.bindings import driver
+
+    blocks, page, heads, width = shape
+    sizes = [driver.cuuint64_t(n) for n in (width, heads, page, blocks)]
+    steps = [driver.cuuint64_t(2 * n) for n in (strides[2], strides[1], strides[0])]
+    box = [driver.cuuint32_t(n) for n in (COLUMNS, 1, records, 1)]
+    status, made = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, address, sizes, steps, box,
+        [driver.cuuint32_t(1)] * 4, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    assert int(status) == 0, f"rows {shape} with strides {strides} cannot be mapped: {status!r}"
+    out = TensorMap()
+    for number, word in enumerate(made.opaque):
+        out.words[number] = int(word)
+    return out

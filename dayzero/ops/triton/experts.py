@@ -1,0 +1,66 @@
+"""``moe.experts`` on a GPU: sort, gate and up with the activation, down, weighted sum. Four launches, six where more
+than ``experts_rows.AT_ONCE`` choices are sorted; none depends on which experts were chosen, and the host reads nothing.
+
+T tokens, N chosen a token, D model width, I intermediate width, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dayzero.decl import Mxfp4
+from dayzero.ops.experts_tables import in_parts, settings_of
+from dayzero.ops.triton.experts_matmul import Biases, down_product, gate_up
+from dayzero.ops.triton.experts_rows import combine, sort_by_expert
+from dayzero.ops.triton.machine import check_machine, num_processors
+from dayzero.ops.triton.mxfp4 import Tiles
+from dayzero.ops.triton.mxfp4 import pack as tiles_of
+
+__all__ = ["check_machine", "experts", "pack"]
+
+Stack = Tensor | Mxfp4 | Tiles
+
+
+def pack(stack: Any) -> Tensor | Tiles:
+    """A stack as ``experts`` takes it: one in 4 bits in tiles, a plain one without gaps. ValueError for what is none,
+    such as experts that are fetched one by one."""
+    if isinstance(stack, Mxfp4):
+        return tiles_of(stack)
+    if not isinstance(stack, Tensor | Tiles):
+        raise ValueError("this variant takes whole stacks of experts; bind another one to this site")
+    return stack if isinstance(stack, Tiles) else stack.contiguous()
+
+
+def experts(
+    x_TD: Tensor,
+    ids_TN: Tensor,
+    weights_TN: Tensor,
+    gate_EID: Stack,
+    up_EID: Stack,
+    down_EDI: Stack,
+    activation: Mapping[str, Any],
+    biases: Biases = None,
+) -> Tensor:
+    """``moe.experts`` in bf16 for plain stacks and for stacks in 4 bits.
+
+    Those in 4 bits are best laid out once, by ``pack``; a ``decl.Mxfp4`` is laid out here in each call. A token's sum
+    runs over n in ascending order.
+    """
+    gate, up, down = pack(gate_EID), pack(up_EID), pack(down_EDI)
+    num_experts = len(gate)
+    if ids_TN.numel() == 0 or num_experts == 0:
+        return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
+    x_TD = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
+    packed = isinstance(gate, Tiles)
+    run = settings_of("w4" if packed else "bf16", ids_TN.numel(), num_experts)
+    by_expert = sort_by_expert(ids_TN, num_experts, run.rows)
+    first, second = run.gate_up, run.down
+    if packed:  # widening takes time of its own, which more programs hide; plain stacks gain nothing by parts
+        programs = by_expert.most, num_processors(x_TD.device)
+        first, second = in_parts(first, gate.shape, *programs), in_parts(second, down.shape, *programs)
+    hidden = gate_up(x_TD, gate, up, by_expert, activation, biases, first)
+    return combine(down_product(hidden, down, by_expert, biases, second), by_expert, weights_TN, x_TD.dtype)

@@ -1,0 +1,287 @@
+"""MXFP4 for kernels: a layout that a matrix unit takes from registers, and the turn into e4m3 at the speed of a copy.
+
+R rows (out), C columns (in), E experts, G = C / 32 groups that share an exponent, B = ceil(C / 128) blocks of columns.
+
+Tiles. A matrix is cut into tiles of 64 rows x 128 columns, 1,024 words of 32 bits each, a tile in a row of memory. Two
+neighbouring words hold 16 codes, of one row and of eight pairs of neighbouring columns. Within the words the bits lie
+so that a pair of codes comes out as two bf16 numbers with one rotation and one mask: bf16 has its sign in bit 15, and
+the code's exponent and mantissa fit bits 8 to 6 (code 1, a half, is then a subnormal, as it is in e2m1). The number is
+too small by 2^126, so a product with 2^(126 + k), k the group's exponent, gives the value exactly.
+
+Which word holds what: word [k5, row 4-5, row 0-2, k1-2, row 3, k0] in this order of bits, from the highest down; the
+planes p of a pair of words are (k4, k3) for the columns with k6 = 0 and again for those with k6 = 1. That is how a
+thread of a warpgroup holds its part of the left operand of a product of 64 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dayzero.decl import Mxfp4
+from dayzero.ops.experts_mxfp4 import GROUP, distances, live_groups
+from dayzero.ops.triton.machine import INTERPRETED, check_machine
+from dayzero.units import ceil_div
+
+__all__ = ["Tiles", "check_machine", "pack", "to_e4m3", "top_exponents"]
+
+ROWS, COLUMNS = 64, 128  # of a tile
+WORDS = ROWS * COLUMNS // 8
+HIGHEST = 128  # stored exponent up to which 2^(126 + k) is a bf16 number
+
+# Of each plane: the word its bits lie in (0, 1, or 2 for what is left of both), and by how much it is rotated right.
+_PLANES = ((0, 26), (0, 30), (0, 4), (2, 0), (1, 8), (1, 28), (1, 2), (2, 6))
+_LEFT = 0xC180C180  # bits of word 0 that planes in "what is left" have; the others of it are word 1's
+_PAIR = 0x81C081C0  # of two bf16 numbers: sign, two bits of the exponent, one of the mantissa
+_PLACES = (6, 7, 8, 15)  # of a code's four bits, lowest first
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A stack of matrices [E, R, C] in tiles, A = the even number of tiles from R / 64 up.
+
+    codes: int32 [E, A, B, 1024]. exponents: int32 [E, A, B, 64], by row [row 4-5, row 0-2, row 3], of four groups the
+    biased exponent of 2^(126 + k - shift), one a byte. shifts: f32 [E], 2^shift, by which a matrix's products are to
+    be multiplied: 1 unless a live group's exponent is above 1. What is beyond R or C is zero. A group smaller than
+    2^-250 of the matrix's largest becomes zero."""
+
+    codes: Tensor
+    exponents: Tensor
+    shifts: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in (self.codes, self.exponents, self.shifts))
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+def pack(stack: Mxfp4) -> Tiles:
+    """A stack [E, R, C] laid out in tiles, one matrix after another so that scratch stays that of one."""
+    num_experts, num_rows, num_columns = stack.shape
+    tall, wide = 2 * ceil_div(num_rows, 2 * ROWS), ceil_div(num_columns, COLUMNS)
+    device = stack.codes.device
+    codes = torch.empty(num_experts, tall, wide, WORDS, dtype=torch.int32, device=device)
+    exponents = torch.empty(num_experts, tall, wide, ROWS, dtype=torch.int32, device=device)
+    shifts = torch.empty(num_experts, dtype=torch.float32, device=device)
+    for number in range(num_experts):
+        _pack_one(stack[number], codes[number], exponents[number], shifts[number])
+    return Tiles(codes, exponents, shifts, stack.shape)
+
+
+def _pack_one(matrix: Mxfp4, codes: Tensor, exponents: Tensor, shift: Tensor) -> None:
+    tall, wide = codes.shape[:2]
+    short_rows, short_columns = tall * ROWS - matrix.shape[0], wide * COLUMNS - matrix.shape[1]
+    live = live_groups(matrix)
+    stored = torch.where(live, matrix.scales.int(), 0)
+    above = (stored.amax() - HIGHEST).clamp(min=0) if stored.numel() else stored.sum()
+    shift.copy_(torch.exp2(above.float()))
+    field = torch.where(live, (stored - above + 126).clamp(min=0), 0)
+    field = torch.nn.functional.pad(field, (0, short_columns // GROUP, 0, short_rows))
+    # Rows of a tile as [row 4-5, row 3, row 0-2]; stored with row 3 last.
+    rows = field.view(tall, 4, 2, 8, wide, 4).permute(0, 4, 1, 3, 2, 5).reshape(tall, wide, ROWS, 4)
+    exponents.copy_(rows.to(torch.uint8).contiguous().view(torch.int32)[..., 0])
+
+    pairs = torch.nn.functional.pad(matrix.codes, (0, short_columns // 2, 0, short_rows))
+    # tall, row 4-5, row 3, row 0-2, wide, k6, k5, k4, k3, k1-2; a byte is a pair of neighbouring columns
+    parts = pairs.view(tall, 4, 2, 8, wide, 2, 2, 2, 2, 4).permute(0, 4, 6, 1, 3, 9, 2, 5, 7, 8).reshape(-1, 8)
+    number = parts.int() + 256 * torch.arange(8, dtype=torch.int32, device=parts.device)
+    words = _word_bits(codes.device).index_select(0, number.view(-1)).view(-1, 8, 2)
+    codes.copy_(words.sum(1, dtype=torch.int32).view(codes.shape))
+
+
+@lru_cache(maxsize=4)
+def _word_bits(device: torch.device) -> Tensor:
+    """int32 [8 * 256, 2]: for each plane and byte of a pair of codes its bits in both words. No two share one."""
+    byte = torch.arange(256)
+    bits = torch.zeros(8, 256, 2, dtype=torch.int64)
+    for plane, (word, rotation) in enumerate(_PLANES):
+        for number in range(8):  # of a bit of the byte; its upper half is the second lane
+            at = (_PLACES[number % 4] + 16 * (number // 4) + rotation) % 32
+            of = word if word < 2 else 1 - (_LEFT >> at & 1)
+            bits[plane, :, of] |= (byte >> number & 1) << at
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(-1, 2).to(device)
+
+
+def _assembly() -> str:
+    lines = ["{", ".reg .b32 left, t;", f"lop3.b32 left, $8, $9, {_LEFT:#010x}, 0xE4;"]
+    for plane, (word, rotation) in enumerate(_PLANES):
+        source = ("$8", "$9", "left")[word]
+        if rotation:
+            lines.append(f"shf.r.wrap.b32 t, {source}, {source}, {rotation};")
+            source = "t"
+        lines.append(f"and.b32 t, {source}, {_PAIR:#010x};")
+        lines.append(f"mul.rn.bf16x2 ${plane}, t, ${10 if plane < 4 else 12};")
+    return "\n".join([*lines, "}"])
+
+
+_ASSEMBLY = tl.constexpr(_assembly())
+_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 6))
+_BF16 = tl.constexpr((tl.bfloat16,) * 8)
+_SLOW = tl.constexpr(INTERPRETED)
+_LEFT_BITS, _PAIR_BITS = tl.constexpr(_LEFT), tl.constexpr(_PAIR)
+
+
+@triton.jit
+def _plane(word, rotation: tl.constexpr, power):
+    """What the assembly does for one plane, in f32: word int64 of 32 bits [...], power f32 [..., 2] -> [..., 2]."""
+    turned = ((word >> rotation) | (word << (32 - rotation))) & _PAIR_BITS
+    pair = tl.join(turned & 0xFFFF, turned >> 16)
+    return (pair << 16).to(tl.int32).to(tl.float32, bitcast=True) * power
+
+
+@triton.jit
+def _planes_slow(words, low, high):
+    """The eight planes of words int32 [..., 2], for the interpreter, which has no assembly and no bf16."""
+    first, second = tl.split(words.to(tl.int64) & 0xFFFFFFFF)
+    left = (first & _LEFT_BITS) | (second & (0xFFFFFFFF - _LEFT_BITS))
+    low, high = (low << 16).to(tl.float32, bitcast=True), (high << 16).to(tl.float32, bitcast=True)
+    return (
+        _plane(first, 26, low), _plane(first, 30, low), _plane(first, 4, low), _plane(left, 0, low),
+        _plane(second, 8, high), _plane(second, 28, high), _plane(second, 2, high), _plane(left, 6, high),
+    )  # fmt: skip
+
+
+@triton.jit
+def _placed(a, b, c, d, TALL: tl.constexpr):
+    """Planes of (k4, k3) = 00, 01, 10, 11, each [tile, k5, row 4-5, row 0-2, k1-2, row 3, k0], as one matrix."""
+    both = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(tl.permute(both, (0, 2, 5, 3, 1, 7, 8, 4, 6)), (TALL * 64, 64))
+
+
+@triton.jit
+def word_places(step, TALL: tl.constexpr):
+    """[TALL, 2, 512]: where the words of TALL tiles, one below another, lie, ``step`` words apart. In this order each
+    of 4 * TALL warps finds what it multiplies."""
+    tile, half = tl.arange(0, TALL)[:, None, None], tl.arange(0, 2)[None, :, None] * 512
+    return tile * step + half + tl.arange(0, 512)[None, None, :]
+
+
+@triton.jit
+def row_places(step, TALL: tl.constexpr):
+    """[TALL, 4, 8, 2]: where the tiles' exponents of their rows lie, in the form that ``widened`` takes them."""
+    tile, high = tl.arange(0, TALL)[:, None, None, None], tl.arange(0, 4)[None, :, None, None]
+    low = tl.arange(0, 8)[None, None, :, None]
+    return tile * step + (high * 8 + low) * 2 + tl.arange(0, 2)[None, None, None, :]
+
+
+@triton.jit
+def widened(words, exponents, TALL: tl.constexpr):
+    """TALL tiles below one another, words int32 [TALL, 2, 512] and exponents int32 [TALL, 4, 8, 2], as their left and
+    right halves [TALL * 64, 64] in bf16."""
+    words = tl.reshape(words, (TALL, 2, 4, 8, 4, 2, 2))
+    of_rows = exponents[:, None, :, :, None, :, None]
+    group = tl.arange(0, 2)[None, :, None, None, None, None, None] * 8
+    low = tl.broadcast_to(((of_rows >> group) & 0xFF) * 0x00800080, words.shape)
+    high = tl.broadcast_to(((of_rows >> (group + 16)) & 0xFF) * 0x00800080, words.shape)
+    if _SLOW:
+        a, b, c, d, e, f, g, h = _planes_slow(words, low, high)
+    else:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _ASSEMBLY, _REGISTERS, [words, low, high], dtype=_BF16, is_pure=True, pack=2
+        )
+    return _placed(a, b, c, d, TALL), _placed(e, f, g, h, TALL)
+
+
+# --- e4m3 ------------------------------------------------------------------------------------------------------------
+
+
+def top_exponents(matrix: Mxfp4) -> Tensor:
+    """uint8 [..., R, B]: the largest stored exponent of a live group of each block, 133 (a scale of 2^0) where none
+    is. Made once at load: a kernel that reduced over groups would run at half the speed."""
+    return (distances(matrix)[1] + 127).to(torch.uint8)
+
+
+def to_e4m3(matrix: Mxfp4, top: Tensor, out: Tensor, scale: Tensor) -> None:
+    """``experts_mxfp4.to_e4m3`` for [..., R, C], bit for bit, in one launch. top: ``top_exponents`` of it. out
+    (float8_e4m3fn [..., R, C]) and scale (f32 [..., R, B]) are overwritten; all four are contiguous."""
+    num_groups = matrix.scales.numel()
+    if num_groups == 0:
+        return
+    for part in (matrix.codes, matrix.scales, top, out, scale):
+        assert part.is_contiguous(), "matrices that are converted lie row behind row"
+    groups, blocks = matrix.scales.shape[-1], top.shape[-1]
+    _convert[ceil_div(num_groups, 256),](
+        matrix.codes.view(torch.int32), matrix.scales, top, _table(out.device), out.view(torch.int64), scale,
+        num_groups, groups, blocks, GROUPS=256, EVEN=groups == 4 * blocks, num_warps=8,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4)
+def _table(device: torch.device) -> Tensor:
+    """int64 [21]: for each distance d from a block's largest exponent, magnitude * 2^(6 - d) as eight e4m3 bytes."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = magnitudes * torch.exp2(6 - torch.arange(21.0))[:, None]
+    return scaled.to(torch.float8_e4m3fn).view(torch.int64).flatten().to(device)
+
+
+# Eight codes of a word and a row of the table -> eight bytes. ``prmt`` looks four magnitudes up at once; the signs go
+# from the fourth bit of each code to the eighth of its byte.
+_BYTES = tl.constexpr("""{
+.reg .b32 low, high, select, spread, moved, first, second;
+mov.b64 {low, high}, $2;
+and.b32 select, $1, 0x77777777;
+prmt.b32 first, low, high, select;
+shr.u32 select, select, 16;
+prmt.b32 second, low, high, select;
+prmt.b32 spread, $1, 0, 0x1100;
+shl.b32 moved, spread, 4;
+lop3.b32 first, spread, 0x80008000, first, 0xEA;
+lop3.b32 first, moved, 0x00800080, first, 0xEA;
+prmt.b32 spread, $1, 0, 0x3322;
+shl.b32 moved, spread, 4;
+lop3.b32 second, spread, 0x80008000, second, 0xEA;
+lop3.b32 second, moved, 0x00800080, second, 0xEA;
+mov.b64 $0, {first, second};
+}""")
+
+
+@triton.jit
+def _bytes_slow(words, rows):
+    out = tl.zeros(words.shape, tl.int64)
+    wide = words.to(tl.int64)
+    for i in tl.static_range(8):
+        code = (wide >> (4 * i)) & 15
+        out |= (((rows >> ((code & 7) * 8)) & 0x7F) | ((code & 8) << 4)) << (8 * i)
+    return out
+
+
+@triton.jit
+def _convert(
+    codes, scales, top, table, out, scale, num_groups, groups, blocks, GROUPS: tl.constexpr, EVEN: tl.constexpr
+):
+    """A group of 32 a thread: 16 bytes in, 32 out. groups, blocks: of a row. EVEN: rows are whole blocks."""
+    at = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    here = at < num_groups
+    if EVEN:
+        block = at // 4
+        first = at % 4 == 0
+    else:
+        group = at % groups
+        block = at // groups * blocks + group // 4
+        first = group % 4 == 0
+    words = tl.arange(0, 4)[None, :]
+    given = tl.load(codes + at[:, None] * 4 + words, mask=here[:, None], other=0)
+    largest = tl.load(top + block, mask=here, other=0).to(tl.int32)
+    own = tl.load(scales + at, mask=here, other=0).to(tl.int32)
+    rows = tl.load(table + tl.minimum(tl.maximum(largest - own, 0), 20))[:, None]
+    rows = tl.broadcast_to(rows, given.shape)
+    if _SLOW:
+        made = _bytes_slow(given, rows)
+    else:
+        made = tl.inline_asm_elementwise(_BYTES, "=l,r,l", [given, rows], dtype=tl.int64, is_pure=True, pack=1)
+    tl.store(out + at[:, None] * 4 + words, made, mask=here[:, None])
+    field = largest - 6
+    bits = tl.where(field > 0, field << 23, 1 << tl.maximum(22 + field, 0))
+    tl.store(scale + block, bits.to(tl.float32, bitcast=True), mask=here & first)
