@@ -1,8 +1,8 @@
 """The gated delta rule token by token in Triton, from the projections to the input of the output projection.
 
 R rows, T tokens, H value heads, G key heads, K key width, V value width, W taps. Four launches: the convolutions of q,
-k and v, with keys and queries divided by their lengths, into float32; then the rule with its gates and the output norm, a
-program a row and value head, the state in registers. Made for rows of one token; longer rows are right, and slow.
+k and v, with keys and queries divided by their lengths, into float32; then the rule with its gates and the output norm,
+a program a row and value head, the state in registers. Made for rows of one token; longer rows are right, and slow.
 """
 
 from __future__ import annotations
