@@ -124,10 +124,12 @@ class PoolViews:
     def copy_blocks(self, group: str, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole blocks, source[i] -> target[i] (block ids of the manager)."""
         made = self.groups[group]
-        num = (self.pool.shape[0] - made.block_bytes) // UNIT_BYTES + 1
-        blocks = self.pool.as_strided((num, made.block_bytes), (UNIT_BYTES, 1))
-        where = [torch.from_numpy(device_numbers(self.layout, made, ids)).long() for ids in (source, target)]
-        blocks[where[1]] = blocks[where[0]]
+        begins = [device_numbers(self.layout, made, ids).astype(np.int64) * UNIT_BYTES for ids in (source, target)]
+        # Slices, not an index into overlapping blocks: on some devices that writes back what lies around them. All are
+        # read before any is written, as a target may be another pair's source.
+        held = [self.pool[begin : begin + made.block_bytes].clone() for begin in begins[0]]
+        for begin, block in zip(begins[1], held, strict=True):
+            self.pool[begin : begin + made.block_bytes] = block
 
 
 def _stores(
