@@ -263,6 +263,7 @@ def test_an_interrupt_waits_for_the_step_and_leaves_the_others_whole(tmp_path: P
                 os.kill(os.getpid(), signal.SIGINT)
             return super().result(handle)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in its background ignores the signal
     fake_launch(tmp_path / "m")
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     for at in range(3, 9):
