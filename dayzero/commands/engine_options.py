@@ -96,13 +96,11 @@ def _text_of(option: str, path: Path) -> str:
 def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> LaunchSpec:
     """The LaunchSpec of these options. stop_ids: of the chat format. UsageError for wrong values."""
     from dayzero.engine.config import EngineConfig
-    from dayzero.engine.launch import DEVICES, LaunchSpec
+    from dayzero.engine.launch import LaunchSpec
     from dayzero.ops.bind import parse_bindings
 
     if arguments.dtype not in ("auto", "float32", "bfloat16"):
         raise UsageError(f"--dtype {arguments.dtype}: give auto, float32 or bfloat16.")
-    if arguments.device not in DEVICES:
-        raise UsageError(f"--device {arguments.device}: give {', '.join(DEVICES[:-1])} or {DEVICES[-1]}.")
     if arguments.upstream and arguments.device == "cuda":
         raise UsageError("--upstream runs on the CPU only; leave --device or --upstream out.")
     if arguments.allow_remote_code and not arguments.upstream:

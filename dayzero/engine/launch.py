@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 
@@ -10,11 +10,12 @@ from dayzero.engine.api import EngineInfo
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.executor import Executor
 from dayzero.errors import UsageError
+from dayzero.planner.detect import Kind
 
 MAX_THREADS = 1024  # more than any machine has cores; a number beyond is a slip
 
 ExecutorKind = Literal["local", "upstream"]
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES: tuple[str, ...] = get_args(Kind)
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):

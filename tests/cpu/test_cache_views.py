@@ -9,7 +9,7 @@ import torch
 
 from dayzero.blocks.local_cache import LocalCache
 from dayzero.cache.layout import Layout, lay_out
-from dayzero.cache.views import PoolViews
+from dayzero.cache.views import PoolViews, device_numbers
 from dayzero.engine.slots import Slots
 from dayzero.engine.step import GroupRows, Row, Step
 from tests.cpu.random_models import CHANNELS, MIXERS, RESIDUALS, model, stack_of, token_ids
@@ -117,3 +117,19 @@ def test_states_are_copied_block_by_block() -> None:
         hand.held["2"][group.name] = hand.held["1"][group.name]
     want = stack.forward(slots.view(step_of(hand, 1, [("1", 13, tokens[13:])])))
     assert torch.equal(stack.forward(slots.view(step_of(hand, 2, [("2", 13, tokens[13:])]))), want)
+
+
+def test_copies_of_one_call_read_before_they_write_and_touch_nothing_else() -> None:
+    """Blocks go round in a ring: each gets what its source held before the call."""
+    spec = model(MIXERS["delta_softplus"], (CHANNELS["glu"],), RESIDUALS["plain"]())
+    layout = lay_out(spec.cache(), dtype="f32", page_tokens=PAGE)
+    views, group = PoolViews(layout, 8), layout.state_groups[0]
+    views.pool.copy_(torch.randint(0, 256, views.pool.shape, dtype=torch.uint8))
+    before = views.pool.clone()
+    ring = [0, 1, 2]
+    begins = [int(n) * 256 for n in device_numbers(layout, group, ring)]
+    views.copy_blocks(group.name, ring, [1, 2, 0])
+    want = before.clone()
+    for source, target in zip(begins, (begins[1], begins[2], begins[0])):
+        want[target : target + group.block_bytes] = before[source : source + group.block_bytes]
+    assert torch.equal(views.pool, want) and not torch.equal(want, before)
