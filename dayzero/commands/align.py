@@ -54,7 +54,9 @@ class AlignArguments:
 def report_of(arguments: AlignArguments, console: Console) -> AlignReport:
     from dayzero.commands.engine_options import size_of
     from dayzero.ops.bind import load_entry_points, parse_bindings
+    from dayzero.planner.memory import return_large_blocks
 
+    return_large_blocks()
     bindings, catalog = parse_bindings(arguments.bindings or ()), load_entry_points()[0]
     expert_bytes = None if arguments.expert_memory is None else size_of("--expert-memory", arguments.expert_memory)
     with console.progress("loading the libraries"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -12,6 +13,20 @@ LIMITS = (
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
     ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+LARGE_BLOCK_BYTES = 4 * 2**20
+
+
+def return_large_blocks() -> bool:
+    """From now on a block of LARGE_BLOCK_BYTES or more goes back to the system as soon as it is freed. For processes
+    that walk through weights: the C library raises its own limit with every large block that is freed (up to 32 MiB),
+    and then small things settle in the freed places, so that the next block of the same size takes a new one.
+
+    Sets the process's C library. False where it has no such setting (glibc has).
+    """
+    setting = getattr(ctypes.CDLL(None), "mallopt", None)
+    return setting is not None and setting(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES) == 1
 
 
 def peak_rss_bytes() -> int:

@@ -230,12 +230,13 @@ def test_a_bound_variant_gets_whole_tensors(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys, torch
-from dayzero.planner.memory import peak_rss_bytes
+from dayzero.planner.memory import peak_rss_bytes, return_large_blocks
 from dayzero.blocks.local_cache import LocalCache
 from dayzero.blocks.moe import stacked_experts
 from dayzero.blocks.open import open_model
 from dayzero.blocks.stack import Stack
 torch.set_num_threads(1)
+return_large_blocks()
 model = open_model(sys.argv[1])
 lazy = stacked_experts(model.spec) if sys.argv[2] == "lazy" else ()
 stack = Stack(model.spec, lambda prefix: model.loader.load(prefix, lazy), resident=False)

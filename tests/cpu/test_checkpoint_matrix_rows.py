@@ -191,11 +191,12 @@ def test_an_alignment_is_the_same_to_the_bit(name: str, tmp_path: Path, monkeypa
 
 PROGRAM = """
 import sys, torch
-from dayzero.planner.memory import peak_rss_bytes
+from dayzero.planner.memory import peak_rss_bytes, return_large_blocks
 from dayzero.blocks.local_cache import LocalCache
 from dayzero.blocks.open import open_model
 from dayzero.blocks.stack import Stack, vocabulary_matrices
 torch.set_num_threads(1)
+return_large_blocks()
 model = open_model(sys.argv[1])
 lazy = vocabulary_matrices(model.spec) if sys.argv[2] == "lazy" else ()
 stack = Stack(model.spec, lambda prefix: model.loader.load(prefix, lazy), resident=False)
