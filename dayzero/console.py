@@ -32,7 +32,7 @@ PIPED_INTERVAL_SECONDS = 10.0
 NUM_EVIDENCE_SHOWN = 8
 MOST_OF_A_KIND = 3
 PIPED_WIDTH = 120
-STYLES: Mapping[str, str] = {"pass": "green", "note": "yellow", "fail": "bold red"}
+STYLES: Mapping[str, str] = {"pass": "green", "note": "yellow", "fail": "bold red", "not applicable": "dim"}
 
 
 class Bar(Protocol):
@@ -321,7 +321,7 @@ class Console:
         if self.json_mode:
             return
         listed = list(findings)
-        order = {"fail": 0, "note": 1, "pass": 2}
+        order = {"fail": 0, "note": 1, "pass": 2, "not applicable": 3}
         for layer in LAYERS:
             group = sorted((f for f in listed if f.layer == layer), key=lambda f: order[f.verdict])
             shown = [f for f in group if f.verdict == "fail" or not self.quiet]
@@ -329,7 +329,8 @@ class Console:
                 self._print((layer, "bold"))
             for finding in self._few_of_each_kind(shown):
                 self._finding(finding)
-        counts = ", ".join(f"{sum(f.verdict == v for f in listed)} {v}" for v in order)
+        numbers = {v: sum(f.verdict == v for f in listed) for v in order}
+        counts = ", ".join(f"{n} {v}" for v, n in numbers.items() if n or v != "not applicable")
         self._print((f"verdict: {verdict}", STYLES[verdict]), (f" ({counts})", ""))
 
     def _few_of_each_kind(self, findings: Sequence[Finding]) -> Iterator[Finding]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Verdict = Literal["pass", "note", "fail"]
+Verdict = Literal["pass", "note", "fail", "not applicable"]
+VERDICTS: tuple[str, ...] = get_args(Verdict)
 
 LAYERS = (
     "weights", "config", "tokenizer+template", "operator", "compiler",
@@ -20,7 +21,8 @@ class Finding:
 
     kind: dotted word of what was checked, e.g. ``tensors.missing``. layer: which part of the product is at fault,
     one of LAYERS. measured and bound are what was seen and what it was held to, in words or numbers.
-    evidence: file, tensor or key names. remedy: what to do next; empty on a pass.
+    evidence: file, tensor or key names. remedy: what to do next; empty on a pass. A claim that cannot be checked here is
+    ``not applicable``, and measured says why.
     """
 
     kind: str
@@ -34,13 +36,13 @@ class Finding:
 
     def __post_init__(self) -> None:
         assert self.layer in LAYERS, self.layer
-        assert self.verdict in ("pass", "note", "fail"), self.verdict
+        assert self.verdict in VERDICTS, self.verdict
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"evidence": list(self.evidence)}
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
-    """fail if any fails, else note if any notes, else pass."""
+    """fail if any fails, else note if any notes, else pass; what is not applicable does not count."""
     seen = {f.verdict for f in findings}
     return "fail" if "fail" in seen else "note" if "note" in seen else "pass"

@@ -1,0 +1,1 @@
+"""One command, one record: stages of checks over one subject, resumable, with a digest and a page."""
