@@ -21,7 +21,7 @@ class Finding:
 
     kind: dotted word of what was checked, e.g. ``tensors.missing``. layer: which part of the product is at fault,
     one of LAYERS. measured and bound are what was seen and what it was held to, in words or numbers.
-    evidence: file, tensor or key names. remedy: what to do next; empty on a pass. A claim that cannot be checked here is
+    evidence: file, tensor or key names. remedy: what to do next; empty on a pass. What cannot be checked here is
     ``not applicable``, and measured says why.
     """
 

@@ -75,6 +75,13 @@ HARDWARE: Mapping[str, Hardware] = {
     )
 }  # fmt: skip
 
+
+def record_named(device_name: str) -> str | None:
+    """``NVIDIA H200`` -> ``h200``: the record whose name stands in a device's own, None when there is none."""
+    word = device_name.lower().replace(" ", "")
+    return next((name for name in HARDWARE if name in word), None)
+
+
 _COUNTED = re.compile(r"(?P<name>.+?)(?:x(?P<count>\d{1,9}))?")
 
 

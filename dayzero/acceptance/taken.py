@@ -7,7 +7,8 @@ from typing import Any
 
 from dayzero.arch.spec import ModelSpec
 from dayzero.errors import UsageError
-from dayzero.ops.bind import bound_uses, chosen, resolve
+from dayzero.ops.bind import resolve
+from dayzero.ops.bindings import bound_uses, chosen
 from dayzero.ops.catalog import REFERENCE, Catalog
 
 

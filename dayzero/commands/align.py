@@ -53,7 +53,8 @@ class AlignArguments:
 
 def report_of(arguments: AlignArguments, console: Console) -> AlignReport:
     from dayzero.commands.engine_options import size_of
-    from dayzero.ops.bind import load_entry_points, parse_bindings
+    from dayzero.ops.bind import load_entry_points
+    from dayzero.ops.bindings import parse_bindings
     from dayzero.planner.memory import return_large_blocks
 
     return_large_blocks()

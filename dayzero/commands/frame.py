@@ -33,6 +33,11 @@ NO_MEMORY = "can't allocate memory"  # how the tensor library's allocator says i
 LACKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE)
 EXTRA_OF_PACKAGE = {"transformers": "oracle", "huggingface_hub": "hub", "gguf": "demo"}
 
+# typer brings a click of its own; its usage errors are reached through the one name that typer publishes.
+CALL_ERRORS: tuple[type[Exception], ...] = tuple(
+    kind for kind in typer.BadParameter.__mro__ if issubclass(kind, Exception) and hasattr(kind, "format_message")
+)
+
 SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
     "json_mode": (Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")], False),
     "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="Only the verdict and what failed.")], False),
@@ -51,6 +56,15 @@ CacheOption = Annotated[
         help="What tokens' rows are kept in; by kind: latent=mla_fp8_656|mla_fp8_tiled, "
         "index=idx_fp8_128|idx_mxfp8_32, kv=kv_fp8.",
     ),
+]
+BindOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bind", metavar="CONTRACT[@SITE]=VARIANT", help="Run this variant; may be repeated. *=reference: none."
+    ),
+]
+ExpertInputsOption = Annotated[
+    str, typer.Option(metavar="bf16|fp8_128", help="What inputs of routed experts are rounded to.")
 ]
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A folder, a config (.json), s3://bucket/prefix, or a hub id if online.")
@@ -73,6 +87,11 @@ def register(app: typer.Typer, name: str, options_type: type[Options], run: Call
     body.__annotations__ = {p.name: p.annotation for p in parameters}
     body.__doc__ = run.__doc__
     app.command(name)(body)
+
+
+def call_error_text(error: Exception) -> str:
+    """What one of CALL_ERRORS has to say, in a sentence without its prefix."""
+    return str(error.format_message()) if hasattr(error, "format_message") else str(error)
 
 
 def _parameters(options_type: type[Any]) -> list[inspect.Parameter]:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dayzero.commands.frame import CacheOption, RecipeOption, SourceArgument, exit_code
+from dayzero.commands.frame import (
+    BindOption,
+    CacheOption,
+    ExpertInputsOption,
+    RecipeOption,
+    SourceArgument,
+    exit_code,
+)
 from dayzero.console import Console
 
 if TYPE_CHECKING:
@@ -47,12 +54,16 @@ class PlanArguments:
         str | None,
         typer.Option(metavar="SIZE", show_default="all", help="Of a rank for routed experts; others are swapped in."),
     ] = None
+    bindings: BindOption = None
+    expert_inputs: ExpertInputsOption = "bf16"
     recipe: RecipeOption = None
 
 
 def report_of(options: PlanArguments, console: Console) -> PlanReport:
     from dayzero.commands.engine_options import size_of
     from dayzero.hardware import load_hardware_entry_points
+    from dayzero.ops.bind import load_entry_points
+    from dayzero.ops.bindings import parse_bindings
     from dayzero.planner.plan_report import PlanOptions
     from dayzero.planner.planner import plan_source
 
@@ -69,6 +80,9 @@ def report_of(options: PlanArguments, console: Console) -> PlanReport:
         drafts=options.drafts,
         recipe=None if options.recipe is None else str(options.recipe),
         expert_bytes=None if options.expert_memory is None else size_of("--expert-memory", options.expert_memory),
+        expert_inputs=options.expert_inputs,
+        bindings=parse_bindings(options.bindings or ()),
+        catalog=load_entry_points()[0],
         known=load_hardware_entry_points(),
     )
     return plan_source(options.source, wanted, console.progress)

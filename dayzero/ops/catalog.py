@@ -220,7 +220,9 @@ _VARIANTS = (
         "moe.experts_fp8_128", "widen", "any", (), "dayzero.ops.experts_fp8:widening", _EXPERTS_FP8, rank=10,
         packed=True,
     ),
-    Line("moe.experts_fp8_128", "ring", "any", (), "dayzero.ops.experts_fp8:ring", _EXPERTS_FP8, packed=True),
+    Line(
+        "moe.experts_fp8_128", "ring", "any", (), "dayzero.ops.experts_fp8:ring", _EXPERTS_FP8, packed=True, ring=True,
+    ),
     # oneDNN multiplies bf16 at speed only where the processor does, as native_cpu does as well, with one call less in
     # between; tiles (AMX) are oneDNN's alone. Its f32 products need nothing.
     Line(

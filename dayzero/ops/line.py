@@ -27,7 +27,8 @@ class Line:
     prepack: ``package.module:function`` that lays a weight [N, K] out for this variant, whose function then takes the
     result (which has ``nbytes``) in the weight's place; empty when it takes the weight as it is. rank: a plan prefers
     the highest that fits; 0 is never preferred. dtypes: activation dtypes it is limited to (``bf16``), empty for any.
-    packed: of experts: it takes their matrices by expert alone, each in 4 bits (``decl.Mxfp4``) or as a tensor.
+    packed: of experts: it takes their matrices by expert alone, each in 4 bits (``decl.Mxfp4``) or as a tensor. ring:
+    of those: it converts them in a rank's ring (``ops/experts_sizes``), whose bytes a plan counts.
     """
 
     contract: str
@@ -40,3 +41,4 @@ class Line:
     rank: int = 0
     dtypes: tuple[str, ...] = ()
     packed: bool = False
+    ring: bool = False

@@ -219,7 +219,7 @@ def sparse_masked(q_THD: Tensor, keys: Paged, values: Paged | None, listed_TN: T
 
 def sparse_by_length(q_THD: Tensor, keys: Paged, values: Paged | None, listed_TN: Tensor, **options: Any) -> Any:
     """``attention.sparse`` in float32: masked while a sequence is short for its lists, gathered from then on."""
-    crossover = tiles.CROSSOVER.get(q_THD.device.type, 0.0)
+    crossover = tiles.crossover_of(q_THD.device.type, "latent" if values is None else "grouped")
     return _call(keys, values, **options).run(q_THD, listed_TN, crossover)
 
 

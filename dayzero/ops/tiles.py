@@ -6,6 +6,8 @@ keys. The planner counts the workspace with the same numbers that the operators 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 QUERIES = 128  # queries that are scored at once; also rows of one product, where a query has several heads
 KEYS = 1024  # keys of one product: [QUERIES, KEYS] float64 is 1 MiB, which stays in a core's cache
 MERGE_KEYS = 8 * KEYS  # keys after which candidates are cut down to the best k again
@@ -13,14 +15,21 @@ ROWS = 512  # query heads of a block of masked-dense attention
 GATHERED = 1 << 15  # records that are gathered at once
 
 # For chunks of up to this many times top-k rows, masked-dense attention over all of them is faster than gathering the
-# chosen ones; a single query always gathers. Measured by benchmarks/sparse_attention.py, in the log under its date.
-# A device without an entry gathers.
-CROSSOVER = {"cpu": 2.0}
-# The same of the kernels for Hopper, by the form of the records, measured on an H200: rows that all heads share are
-# gathered faster however short the sequence is; for grouped heads masking wins by 10 % where a list has every row.
-HOPPER_CROSSOVER = {"latent": 0.0, "grouped": 1.0}
+# chosen ones; a single query always gathers. By device, and by the form of the records: rows that all heads share
+# (``latent``), or keys and values of their own (``grouped``). Measured, in the log: the CPU by
+# benchmarks/sparse_attention.py, the H200 by ops.bench: shared rows are gathered faster however short the sequence is;
+# for grouped heads masking wins by 10 % where a list has every row.
+CROSSOVER: Mapping[str, Mapping[str, float]] = {
+    "cpu": {"latent": 2.0, "grouped": 2.0},
+    "h200": {"latent": 0.0, "grouped": 1.0},
+}
 
 _INT64, _F64, _F32 = 8, 8, 4
+
+
+def crossover_of(device: str, form: str) -> float:
+    """Of a device by its hardware word; one that was not measured gathers."""
+    return CROSSOVER.get(device, {}).get(form, 0.0)
 
 
 def queries_by_heads(heads: int) -> int:
@@ -55,5 +64,5 @@ def attend_bytes(tokens: int, heads: int, key_dim: int, value_dim: int, width: i
     record = key_dim * (element if element == _F32 else element + _F32)
     gathered = queries * width * (record + max(4 * _INT64, _INT64 + heads * _F32))  # places, or one and the scores
     rows = min(tokens, queries_by_heads(heads))
-    masked = rows * (2 * _INT64 * width + heads * KEYS * _F32) if CROSSOVER else 0
+    masked = rows * (2 * _INT64 * width + heads * KEYS * _F32)
     return max(gathered, masked) + tokens * heads * (key_dim + value_dim) * 2 * element

@@ -5,8 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from dayzero.decl import OpUse
+from dayzero.errors import UsageError
 from dayzero.hardware import Hardware
-from dayzero.ops.catalog import CATALOG, Catalog, Line, lacking
+from dayzero.ops.bindings import bound_uses
+from dayzero.ops.catalog import CATALOG, REFERENCE, Catalog, Line, lacking
+
+EVERYWHERE = "*"
+
+
+def decide(
+    uses: Iterable[OpUse], hardware: Hardware, dtype: str, asked: Mapping[str, str], catalog: Catalog = CATALOG
+) -> dict[str, str]:
+    """``contract@site`` -> variant for every use that does not run its reference: what is asked for, else the choice.
+
+    asked: bindings, in which ``*=reference`` means that nothing is chosen. UsageError for one that meets no use, or
+    whose variant does not fit.
+    """
+    uses, named = tuple(uses), {place: variant for place, variant in asked.items() if place != EVERYWHERE}
+    everywhere = asked.get(EVERYWHERE)
+    if everywhere not in (None, REFERENCE):
+        raise UsageError(
+            f"binding *={everywhere}: * goes with {REFERENCE} alone; name the contracts to bind {everywhere}."
+        )
+    moved = bound_uses(named, uses, catalog)
+    made = {} if everywhere == REFERENCE else choose(uses, hardware, dtype, catalog)
+    # What is asked for holds against what would be chosen, a reference too: ``moved`` names only other variants.
+    left = {place: variant for place, variant in made.items() if not _asked(place, named)}
+    return left | moved
+
+
+def _asked(place: str, asked: Mapping[str, str]) -> bool:
+    """Whether ``contract@site`` is named by what was asked for, by itself or with its contract."""
+    return place in asked or place.partition("@")[0] in asked
 
 
 def choose(uses: Iterable[OpUse], hardware: Hardware, dtype: str, catalog: Catalog = CATALOG) -> dict[str, str]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from dayzero.arch.records import ELEMENT_BYTES, record_bytes
 from dayzero.arch.spec import ModelSpec
-from dayzero.decl import CacheNeed, Format
+from dayzero.decl import CacheNeed
 from dayzero.hardware import Hardware
 from dayzero.parallel.mesh import Mesh, Place
-from dayzero.planner.experts import Swapping, rank_ring_bytes
+from dayzero.planner.experts import Swapping
 from dayzero.planner.step_memory import activation_bytes
 
 HEADROOM = 0.04  # of device memory: allocator fragments, graphs, communication buffers
@@ -116,10 +116,10 @@ def _cut_bytes(need: CacheNeed, tp: int) -> int:
     return size
 
 
-def workspace_bytes(spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh) -> int:
-    """Scratch a step needs beside weights and cache: the ring in which 4-bit experts are converted (less than two
-    experts in FP8 on the rank), and logits of the sampled rows."""
-    return rank_ring_bytes(spec, formats, mesh) + 4 * 256 * -(-spec.vocab // mesh.tp)
+def workspace_bytes(spec: ModelSpec, mesh: Mesh, ring: int) -> int:
+    """Scratch a step needs beside weights and cache: the ring in which 4-bit experts are converted, where a binding
+    asks for one (less than two experts in FP8 on the rank), and logits of the sampled rows."""
+    return ring + 4 * 256 * -(-spec.vocab // mesh.tp)
 
 
 def image_bytes(spec: ModelSpec) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from dayzero.errors import MachineError
-from dayzero.hardware import HARDWARE, Hardware
+from dayzero.hardware import HARDWARE, Hardware, record_named
 from dayzero.planner.memory import available_bytes
 
 HERE = "here"
@@ -87,9 +87,8 @@ def _accelerators() -> tuple[Hardware, int] | None:
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    word = properties.name.lower().replace(" ", "")
-    known = next((h for name, h in HARDWARE.items() if name in word), None)
-    base = known or HARDWARE["h100"]
+    known = record_named(properties.name)
+    base = HARDWARE[known or "h100"]
     name = base.name if known else f"{properties.name} (rates of {base.name})"
     features = base.features - KERNEL_PACKAGES.keys() | kernel_packages()
     here = replace(base, name=name, memory_bytes=properties.total_memory, features=features)

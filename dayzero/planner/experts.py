@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast, get_args
 
 from dayzero.arch.channels import ExpertInputs, MoE
 from dayzero.arch.spec import ModelSpec
 from dayzero.decl import Format
+from dayzero.errors import UsageError
 from dayzero.ops.experts_sizes import ring_bytes
 from dayzero.parallel.mesh import Mesh
 
 HOST_LINK = 64e9  # bytes a second
 HOST_LINK_WHY = "PCIe 5.0 x16 one way, at its peak; a disk or a store is slower"
+
+
+def expert_inputs_of(text: str) -> ExpertInputs:
+    """The format of experts' inputs by its name; UsageError for one that there is not."""
+    known = get_args(ExpertInputs)
+    if text not in known:
+        raise UsageError(f"--expert-inputs {text}: it must be one of {', '.join(known)}.")
+    return cast(ExpertInputs, text)
 
 
 def with_expert_inputs(spec: ModelSpec, inputs: ExpertInputs) -> ModelSpec:
@@ -30,12 +39,21 @@ def rank_ring_bytes(spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh) 
 
     formats: by parameter. One ring serves all layers; its slices hold the largest matrix.
     """
-    sizes = [
-        ring_bytes(layer.channel.inner // mesh.expert_tp, layer.channel.width)
+    sizes = [ring_bytes(m.inner // mesh.expert_tp, m.width) for m in _in_four_bits(spec, formats)]
+    return max(sizes, default=0)
+
+
+def has_four_bits(spec: ModelSpec, formats: Mapping[str, Format]) -> bool:
+    """Whether some layer's routed experts are stored in 4 bits. formats: by parameter."""
+    return bool(_in_four_bits(spec, formats))
+
+
+def _in_four_bits(spec: ModelSpec, formats: Mapping[str, Format]) -> list[MoE]:
+    return [
+        layer.channel
         for i, layer in enumerate(spec.layers)
         if isinstance(layer.channel, MoE) and _bits(formats, f"layers.{i}.channel.experts.gate") == 4
     ]
-    return max(sizes, default=0)
 
 
 def _bits(formats: Mapping[str, Format], param: str) -> int:

@@ -10,6 +10,7 @@ from dayzero.arch.cost import CacheCost
 from dayzero.checkpoint.weight_plan import Proof, WeightPlan
 from dayzero.finding import Finding, Verdict, worst
 from dayzero.hardware import HARDWARE, Hardware
+from dayzero.ops.catalog import CATALOG, Catalog
 from dayzero.parallel.mesh import Mesh
 from dayzero.planner.budget import RankBudget
 from dayzero.planner.floors import Floors
@@ -19,7 +20,9 @@ from dayzero.planner.floors import Floors
 class PlanOptions:
     """What to plan for. Axis sizes None: tried out. context, concurrency: tokens and sequences to hold at once.
     known: device records by name. drafts: count layers beside the plain forward, on the last stage.
-    expert_bytes: memory of a rank for routed experts, the others being brought up when they are chosen; None: all."""
+    expert_bytes: memory of a rank for routed experts, the others being brought up when they are chosen; None: all.
+    expert_inputs: format that inputs of routed experts are rounded to. bindings: variants of ``catalog`` asked for; all
+    other sites get what is chosen for the device."""
 
     hardware: str
     tp: int | None = None
@@ -33,6 +36,9 @@ class PlanOptions:
     recipe: str | None = None
     drafts: bool = False
     expert_bytes: int | None = None
+    expert_inputs: str = "bf16"
+    bindings: Mapping[str, str] = field(default_factory=dict)
+    catalog: Catalog = field(default_factory=lambda: CATALOG, repr=False)
     known: Mapping[str, Hardware] = field(default_factory=lambda: HARDWARE, repr=False)
 
 
@@ -75,7 +81,8 @@ def said_refusal(layout: Layout) -> str:
 class PlanReport:
     """layouts in order of preference, chosen first; weight_plans and proof are of the chosen layout. carry: bytes a
     token of a chunk of each part of what layers hand on. drafts: parameters and stored bytes of the layers beside the
-    plain forward, and whether ranks were planned with them; None when there are none."""
+    plain forward, and whether ranks were planned with them; None when there are none. operators: contract -> variant ->
+    sites. measured: what stored measurements decide on this device, as rows."""
 
     source: str
     family: str
@@ -89,6 +96,8 @@ class PlanReport:
     layouts: list[Layout]
     carry: Mapping[str, int] = field(default_factory=dict)
     drafts: Mapping[str, Any] | None = None
+    operators: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
+    measured: list[tuple[str, str]] = field(default_factory=list)
     weight_plans: list[WeightPlan] = field(default_factory=list)
     proof: Proof | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -114,6 +123,11 @@ class PlanReport:
             "parameters": {"total": self.parameters[0], "active": self.parameters[1]},
             "carry_bytes_per_token": dict(self.carry),
             "draft_layers": None if self.drafts is None else dict(self.drafts),
+            "operators": {
+                contract: {variant: len(sites) for variant, sites in variants.items()}
+                for contract, variants in self.operators.items()
+            },
+            "measured": dict(self.measured),
             "chosen": chosen.to_json() if chosen else None,
             "ranks": [_rank_json(b, p) for b, p in zip(chosen.ranks, self.weight_plans, strict=True)] if chosen else [],
             "exactly_once": None if self.proof is None else {

@@ -37,6 +37,7 @@ def show_plan(report: PlanReport, console: Console) -> None:
     _show_layouts(report, console)
     _show_ranks(report, console)
     _show_experts(report, console)
+    _show_operators(report, console)
     refused = [layout for layout in report.layouts if layout.refusal is not None]
     shown = refused if console.show_all else refused[:MOST_REFUSALS]
     if refused:
@@ -119,6 +120,17 @@ def _show_experts(report: PlanReport, console: Console) -> None:
         f"(≥ {1e3 * swap.seconds(swap.least_misses):,.1f} ms), {swap.usual_misses:,.0f} where all are chosen alike "
         f"(≥ {1e3 * swap.seconds(swap.usual_misses):,.1f} ms), at {HOST_LINK / 1e9:,.0f} GB/s: {HOST_LINK_WHY}"
     )
+
+
+def _show_operators(report: PlanReport, console: Console) -> None:
+    """Contracts by the variant that they run; then what is decided by what was measured."""
+    said: dict[str, list[str]] = {}
+    for contract, variants in report.operators.items():
+        said.setdefault(" + ".join(sorted(variants)), []).append(contract)
+    for variant, contracts in sorted(said.items()):
+        console.words(f"operators, {variant}", contracts)
+    for name, text in report.measured:
+        console.line(f"{name}: {text}")
 
 
 def _span(ranks: list[int]) -> str:

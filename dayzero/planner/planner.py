@@ -17,13 +17,24 @@ from dayzero.finding import Finding
 from dayzero.hardware import Hardware, parse_hardware
 from dayzero.parallel.cut import why_not
 from dayzero.parallel.mesh import Mesh
+from dayzero.planner.bindings import decide
 from dayzero.planner.budget import RankBudget, cache_by_layer, carry_parts, image_bytes, rank_budget, workspace_bytes
 from dayzero.planner.detect import HERE, detect
-from dayzero.planner.experts import Swapping, rank_ring_bytes, swapping
+from dayzero.planner.experts import (
+    Swapping,
+    expert_inputs_of,
+    has_four_bits,
+    rank_ring_bytes,
+    swapping,
+    with_expert_inputs,
+)
 from dayzero.planner.floors import floors, work_of
 from dayzero.planner.placement import PaperModel, place_weights, read_model, stage_bytes, stages_of, weight_bytes
 from dayzero.planner.plan_report import Layout, PlanOptions, PlanReport, said_refusal
+from dayzero.planner.variants import binds_ring, by_contract, measured_rows, reference_findings
 from dayzero.units import bytes_text, counted
+
+DTYPE = "bf16"  # of activations, which variants are chosen for
 
 
 def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = no_progress) -> PlanReport:
@@ -41,7 +52,10 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
         raise UsageError(f"--context {context} is beyond the model's context of {spec.max_positions}; give fewer.")
     if options.expert_bytes is not None and not _has_experts(spec):
         raise UsageError(f"--expert-memory: {spec.family} has no experts; leave the option out.")
-    trials = _Trials(model, hardware, options, context)
+    bound = with_expert_inputs(with_records(spec, options.cache), expert_inputs_of(options.expert_inputs))
+    uses = tuple(bound.contracts())
+    bindings = decide(uses, hardware, DTYPE, options.bindings, options.catalog)
+    trials = _Trials(model, hardware, options, context, binds_ring(bindings, uses, options.catalog))
     report = PlanReport(
         source, spec.family, hardware, devices, context, options.concurrency, trials.cache, trials.sizes.total,
         (total_params(spec), active_params(spec)), [], carry_parts(spec),
@@ -58,7 +72,9 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
     if report.chosen is not None:
         with progress("placing every byte", report.chosen.mesh.num_ranks, "ranks") as bar:
             place_weights(report, model, report.chosen, bar)
-    report.findings = _findings(report, options)
+    report.operators = by_contract(bindings, uses)
+    report.measured = measured_rows(bindings, uses, hardware, has_four_bits(spec, model.by_param))
+    report.findings = [*_findings(report, options), *reference_findings(bindings, uses, hardware)]
     return report
 
 
@@ -99,8 +115,9 @@ def _asked(options: PlanOptions) -> bool:
 class _Trials:
     """Layouts of one model on some devices. What several meshes have in common is computed once."""
 
-    def __init__(self, model: PaperModel, hardware: Hardware, options: PlanOptions, context: int) -> None:
+    def __init__(self, model: PaperModel, hardware: Hardware, options: PlanOptions, context: int, rings: bool) -> None:
         self.model, self.hardware, self.options, self.context = model, hardware, options, context
+        self._rings = rings
         self.spec = model.paper.spec
         self.sizes = weight_bytes(model)
         self.kept = with_records(self.spec, options.cache)
@@ -138,7 +155,8 @@ class _Trials:
     def _ranks(self, mesh: Mesh) -> list[RankBudget]:
         bounds = stages_of(self.model, mesh)
         weights = stage_bytes(self.model, mesh, bounds)
-        scratch, image = workspace_bytes(self.spec, self.model.by_param, mesh), image_bytes(self.spec)
+        ring = rank_ring_bytes(self.spec, self.model.by_param, mesh) if self._rings else 0
+        scratch, image = workspace_bytes(self.spec, mesh, ring), image_bytes(self.spec)
         experts = stage_bytes(self.model, mesh, bounds, experts_only=True)
         swapped = [self._swapping(size, mesh) for size in experts]
         weights = [size - (swap.total - swap.held if swap else 0) for size, swap in zip(weights, swapped, strict=True)]
@@ -150,7 +168,6 @@ class _Trials:
                         scratch + (0 if s else image), self.hardware, caches)
             for s in range(mesh.pp)
         ]  # fmt: skip
-        ring = rank_ring_bytes(self.spec, self.model.by_param, mesh)
         firsts = [
             replace(budget, experts=size, ring=ring if size else 0, swapping=swap)
             for budget, size, swap in zip(firsts, experts, swapped, strict=True)

@@ -12,7 +12,8 @@ import torch
 from ops_support import poisoned_memory, tensors  # noqa: F401
 
 from dayzero.errors import MachineError, UsageError
-from dayzero.ops.bind import bind, check_bindings, load_entry_points, resolve
+from dayzero.ops.bind import bind, load_entry_points, resolve
+from dayzero.ops.bindings import check_bindings
 from dayzero.ops.cases import CASES
 from dayzero.ops.catalog import CATALOG, REFERENCE, Catalog, Line, builtin
 from dayzero.ops.contract import CONTRACTS

@@ -18,12 +18,14 @@ from dayzero.planner.plan_show import show_plan
 from tests.paper.model_configs import real
 from tests.paper.test_planner_plan import plan
 
+IN_A_RING: Any = {"expert_inputs": "fp8_128", "bindings": {"moe.experts_fp8_128": "ring"}}
 K3_EXPERT = 17_547_264  # bytes of one expert as published: nibbles, and a scale for each 32 of them
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 16, "ep": 16}, {"tp": 16, "ep": 1}, {"tp": 8, "pp": 2, "ep": 4}])
 def test_4_bit_bytes_and_the_ring_of_a_rank(tmp_path: Path, mesh: dict[str, int]) -> None:
-    report = plan(tmp_path, "kimi_k3", PlanOptions("h200x16", **mesh))
+    report = plan(tmp_path, "kimi_k3", PlanOptions("h200x16", **mesh, **IN_A_RING))
+    plain = plan(tmp_path, "kimi_k3", PlanOptions("h200x16", **mesh)).layouts[0].ranks
     layout = report.layouts[0]
     ways = max(1, mesh["tp"] // mesh["ep"])
     inner, width = 3072 // ways, 3584
@@ -32,6 +34,8 @@ def test_4_bit_bytes_and_the_ring_of_a_rank(tmp_path: Path, mesh: dict[str, int]
         assert rank.experts % experts == 0 and rank.experts <= rank.weights
         assert rank.ring == SLICES * max(inner * (width + 4 * 28), width * e4m3_row_bytes(inner)) <= rank.workspace
         assert rank.ring < 2 * 3 * inner * width < 2 * e4m3_expert_bytes(inner, width)
+    for rank, other in zip(layout.ranks, plain, strict=True):  # where no binding asks for a ring there is none
+        assert other.ring == 0 and rank.workspace - other.workspace == rank.ring
     stages = {rank.stage: rank.experts for rank in layout.ranks}
     assert sum(stages.values()) == 82_432 * K3_EXPERT // (mesh["ep"] * ways)
 
@@ -84,7 +88,7 @@ def test_eight_devices_hold_the_large_model_with_half_of_its_experts(tmp_path: P
 
 
 def test_what_a_person_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show(plan(tmp_path, "gpt_oss_20b", PlanOptions("h100", tp=1)))
+    show(plan(tmp_path, "gpt_oss_20b", PlanOptions("h100", tp=1, **IN_A_RING)))
     told = capsys.readouterr().out
     assert "experts: 9.47 GiB a rank as stored + a ring of 32.65 MiB" in told and "held:" not in told
     show(plan(tmp_path, "gpt_oss_20b", PlanOptions("h100", tp=1, expert_bytes=1 << 30)))

@@ -13,7 +13,7 @@ from dayzero.errors import UsageError
 from dayzero.extensions import named_object, points_of
 from dayzero.hardware import HARDWARE, Hardware, load_hardware_entry_points, parse_hardware
 from dayzero.models.registry import load_recipe
-from dayzero.ops.bind import bound_uses, parse_bindings
+from dayzero.ops.bindings import bound_uses, parse_bindings
 from dayzero.ops.catalog import CATALOG
 
 CONFIG = {

@@ -154,13 +154,14 @@ def _product(form: str, rows: int) -> Prepared:
     from dayzero.ops.triton.experts_fp8 import quantise
     from dayzero.ops.triton.experts_matmul import down_product
     from dayzero.ops.triton.experts_rows import sort_by_expert
+    from dayzero.ops.triton.machine import hardware_word
     from dayzero.ops.triton.mxfp4 import pack
 
     num, tall, wide = 64, 3584, 6144
     drawn = _four_bits(DRAWN, tall, wide)
     x = torch.randn(num * rows, wide, device="cuda").bfloat16()
     ids = torch.arange(num, device="cuda").repeat_interleave(rows)[:, None]
-    run = settings_of(form, ids.numel(), num)
+    run = settings_of(form, ids.numel(), num, hardware_word(ids.device))
     by_expert = sort_by_expert(ids, num, run.rows)
     tiles = _repeated(pack(drawn), num)
     codes, scales = quantise(x) if form == "w4a8" else (x, None)

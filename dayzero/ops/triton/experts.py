@@ -16,7 +16,7 @@ from dayzero.decl import Mxfp4
 from dayzero.ops.experts_tables import in_parts, settings_of
 from dayzero.ops.triton.experts_matmul import Biases, down_product, gate_up
 from dayzero.ops.triton.experts_rows import combine, sort_by_expert
-from dayzero.ops.triton.machine import check_machine, num_processors
+from dayzero.ops.triton.machine import check_machine, hardware_word, num_processors
 from dayzero.ops.triton.mxfp4 import Tiles
 from dayzero.ops.triton.mxfp4 import pack as tiles_of
 
@@ -56,7 +56,7 @@ def experts(
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
     x_TD = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
     packed = isinstance(gate, Tiles)
-    run = settings_of("w4" if packed else "bf16", ids_TN.numel(), num_experts)
+    run = settings_of("w4" if packed else "bf16", ids_TN.numel(), num_experts, hardware_word(x_TD.device))
     by_expert = sort_by_expert(ids_TN, num_experts, run.rows)
     first, second = run.gate_up, run.down
     if packed:  # widening takes time of its own, which more programs hide; plain stacks gain nothing by parts

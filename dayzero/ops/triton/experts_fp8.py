@@ -22,7 +22,7 @@ from dayzero.decl import Mxfp4
 from dayzero.ops.experts_tables import in_parts, settings_of
 from dayzero.ops.triton.experts_matmul import Biases, down_product, gate_up
 from dayzero.ops.triton.experts_rows import OVERLAP, Sorted, begun, combine, nearest, sort_by_expert
-from dayzero.ops.triton.machine import INTERPRETED, check_machine, num_processors
+from dayzero.ops.triton.machine import INTERPRETED, check_machine, hardware_word, num_processors
 from dayzero.ops.triton.mxfp4 import COLUMNS, Tiles
 from dayzero.ops.triton.mxfp4 import pack as tiles_of
 from dayzero.units import ceil_div
@@ -59,7 +59,7 @@ def experts(
     num_experts = len(gate)
     if ids_TN.numel() == 0 or num_experts == 0:
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
-    run = settings_of("w4a8", ids_TN.numel(), num_experts)
+    run = settings_of("w4a8", ids_TN.numel(), num_experts, hardware_word(x_TD.device))
     by_expert = sort_by_expert(ids_TN, num_experts, run.rows)
     programs = by_expert.most, num_processors(x_TD.device)
     first, second = in_parts(run.gate_up, gate.shape, *programs), in_parts(run.down, down.shape, *programs)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dayzero.ops.tiles import HOPPER_CROSSOVER
-from dayzero.ops.triton.machine import INTERPRETED, check_machine
+from dayzero.ops.tiles import crossover_of
+from dayzero.ops.triton.machine import INTERPRETED, check_machine, hardware_word
 from dayzero.ops.triton.sparse_masked import Masked, attend_masked
 from dayzero.view import Paged
 
@@ -253,10 +253,11 @@ def sparse_listed(
 ) -> tuple[Tensor, Tensor]:
     """``attention.sparse``: (out [T, H, V] in q's dtype, lse [T, H] f32). q is rounded to the records' dtype.
 
-    Chunks are masked or gathered by what was measured on this kind of device (``tiles.HOPPER_CROSSOVER``).
+    Chunks are masked or gathered by what was measured on this kind of device (``tiles.CROSSOVER``).
     """
     call = _Call(q_THD, keys, values, listed_TN, sinks_H, scale, value_dim, softcap)
-    return call.everything(HOPPER_CROSSOVER["latent" if values is None else "grouped"])
+    form = "latent" if values is None else "grouped"
+    return call.everything(crossover_of(hardware_word(q_THD.device), form))
 
 
 def sparse_up_to(
