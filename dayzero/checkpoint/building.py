@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import overload
 
+import torch
 from torch import Tensor
 
 from dayzero.checkpoint.coverage import Source as Stored
-from dayzero.checkpoint.rules import Group, Slice, Target
+from dayzero.checkpoint.rules import Group, Narrow, Slice, Target
 from dayzero.decl import Mxfp4, ParamDecl
 from dayzero.errors import CheckpointError
 
@@ -37,11 +40,21 @@ class Building:
     done: set[tuple[int | None, Slice | None]] = field(default_factory=set)
     filled: int = 0
 
-    def write(self, target: Target, number: int | None, value: Tensor | Mxfp4) -> None:
+    def place(self, target: Target, number: int | None) -> Tensor | Mxfp4:
+        """The part of the parameter that a target fills: a view."""
+        into = self.tensor if number is None or not target.stacked else self.tensor[number]
+        return cut(into, target.of_param)
+
+    def mark(self, target: Target, number: int | None) -> None:
+        """Count the target's part as filled."""
         place = (number if target.stacked else None, target.of_param)
         assert place not in self.done, f"{self.decl.name}: {place} is filled twice"
-        into = self.tensor if number is None or not target.stacked else self.tensor[number]
-        into = cut(into, target.of_param)
+        self.done.add(place)
+        self.filled += prod(self.place(target, number).shape)
+
+    def write(self, target: Target, number: int | None, value: Tensor | Mxfp4) -> None:
+        into = self.place(target, number)
+        self.mark(target, number)
         assert into.shape == value.shape, f"{self.decl.name}: {tuple(value.shape)} does not fit {tuple(into.shape)}"
         if isinstance(into, Mxfp4):
             assert isinstance(value, Mxfp4), f"{self.decl.name}: decoded values for a parameter in 4 bits"
@@ -50,8 +63,6 @@ class Building:
         else:
             assert isinstance(value, Tensor), f"{self.decl.name}: 4-bit values for a decoded parameter"
             into.copy_(value)
-        self.done.add(place)
-        self.filled += prod(value.shape)
 
 
 @overload
@@ -79,3 +90,31 @@ def check_padding(value: Tensor, target: Target, tensor: str) -> None:
             f"{tensor} has {value.shape[0]} rows of which the model uses {target.of_tensor.stop}, but row {at} of the "
             "padding is not zero; the size in config.json or in the recipe is wrong."
         )
+
+
+def memory_of(
+    need: Need, building: Mapping[str, Building], dtype: torch.dtype, shape: tuple[int, ...]
+) -> memoryview | None:
+    """The host memory of the (part of a) parameter that holds exactly the bytes of what is stored in this dtype and
+    shape; None where it is decoded, cut, turned, padded, or goes to several places."""
+    rule, target = need.group.rule, need.targets[0]
+    if len(need.targets) > 1 or target.of_tensor is not None or need.stored.format.quantized:
+        return None
+    if isinstance(rule, Narrow) or getattr(rule, "transpose_plain", False):
+        return None
+    into = building[target.decl.name].place(target, need.number)
+    if not isinstance(into, Tensor) or into.dtype != dtype or not tuple(into.shape) == shape == need.group.shape:
+        return None
+    if not into.is_contiguous() or not into.numel():
+        return None
+    return memoryview(into.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def tensor_of(data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The bytes as a tensor, which must not be written to."""
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    with warnings.catch_warnings():
+        # The buffer is read-only and torch cannot say so; nobody writes to a parameter.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -26,6 +26,7 @@ E2M1_MAX, E4M3_MAX, INT4_MAX = 6.0, 448.0, 7
 _LARGEST = {"e2m1": E2M1_MAX, "e4m3": E4M3_MAX, "int4": 8.0}
 _SURE_SCALE = 252  # 6 * 2^(252 - 127) fits float32 and bfloat16; a larger scale may not, and 255 is NaN
 _CHUNK_ELEMENTS = 1 << 17  # bounds scratch memory, about 40 bytes an element, and keeps it in the processor's cache
+_DEVICE_CHUNK_ELEMENTS = 1 << 25  # an accelerator's: enough for its launches not to count
 
 _TORCH = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8": torch.int8,
@@ -181,11 +182,14 @@ def _rows_of_blocks(
     num_columns = shape[-1]
     out = torch.empty(shape, dtype=dtype, device=weight.device)
     weights_ERC, scales_ERG = weight.reshape(-1, *shape[-2:]), scale.reshape(-1, *scale.shape[-2:])
+    step = max(1, _chunk_elements(weight) // (block_rows * num_columns))  # rows of blocks
     for e, out_RC in enumerate(out.view(-1, *shape[-2:])):
-        for i in range(scale.shape[-2]):
-            rows = slice(i * block_rows, (i + 1) * block_rows)
-            scale_C = scales_ERG[e, i].repeat_interleave(block_columns)[:num_columns]
-            out_RC[rows] = weights_ERC[e, rows].float() * scale_C
+        for i in range(0, scale.shape[-2], step):
+            rows = slice(i * block_rows, (i + step) * block_rows)
+            scale_GC = scales_ERG[e, i : i + step].repeat_interleave(block_columns, dim=1)[:, :num_columns]
+            scale_RC = scale_GC.repeat_interleave(block_rows, dim=0) if step > 1 else scale_GC
+            weight_RC = weights_ERC[e, rows].float()
+            out_RC[rows] = weight_RC * scale_RC[: len(weight_RC)]
     return out
 
 
@@ -200,7 +204,7 @@ def _rows_of_groups(
     out = torch.empty(shape, dtype=dtype, device=weight.device)
     out_NC = out.view(num_rows, num_columns)
     whole_N = None if whole is None else whole.repeat_interleave(num_rows // whole.numel()).view(-1, 1)
-    for rows in _row_chunks(num_rows, num_columns):
+    for rows in _row_chunks(num_rows, num_columns, _chunk_elements(weight)):
         codes_NC = _codes(packed_NB[rows])
         exact_NC = (values[codes_NC].view(len(codes_NC), -1, group) * scale_NG[rows]).flatten(1)
         if whole_N is not None:
@@ -217,8 +221,12 @@ def _codes(packed_NB: Tensor) -> Tensor:
     return torch.stack([bytes_NB & 15, bytes_NB >> 4], dim=-1).flatten(1).long()
 
 
-def _row_chunks(num_rows: int, num_columns: int) -> Iterator[slice]:
-    step = max(1, _CHUNK_ELEMENTS // num_columns)
+def _chunk_elements(weight: Tensor) -> int:
+    return _CHUNK_ELEMENTS if weight.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+
+
+def _row_chunks(num_rows: int, num_columns: int, elements: int = _CHUNK_ELEMENTS) -> Iterator[slice]:
+    step = max(1, elements // num_columns)
     for start in range(0, num_rows, step):
         yield slice(start, start + step)
 

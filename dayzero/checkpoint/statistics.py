@@ -46,12 +46,14 @@ def statistics(decl: ParamDecl, tensor: Tensor) -> Finding | None:
 def packed_statistics(decl: ParamDecl, stack: Mxfp4) -> Finding | None:
     """``statistics`` of a stack in 4 bits, which cannot hold NaN: its first expert that is all zero or constant, if
     any. An expert whose first row varies is not decoded further."""
-    for number, matrix in enumerate(stack[e] for e in range(len(stack))):
-        row = _decoded(matrix[:1])
-        if matrix.shape[-1] > 1 and bool(row.amin() == row.amax()):
-            values = _decoded(matrix)
-            if bool(values.amin() == values.amax()):
-                return statistics(replace(decl, name=f"{decl.name}[{number}]", shape=decl.shape[1:]), values)
+    if min(stack.shape) == 0 or stack.shape[-1] == 1:
+        return None
+    first_EK = _decoded(Mxfp4(stack.codes[:, 0], stack.scales[:, 0]))  # of all experts at once
+    low_E, high_E = torch.aminmax(first_EK, dim=-1)
+    for number in (low_E == high_E).nonzero()[:, 0].tolist():
+        values = _decoded(stack[number])
+        if bool(values.amin() == values.amax()):
+            return statistics(replace(decl, name=f"{decl.name}[{number}]", shape=decl.shape[1:]), values)
     return None
 
 

@@ -1,14 +1,14 @@
 """From byte ranges to parameters, one layer at a time.
 
 A load plans which stored tensors it needs, walks them in file order, reads each byte range once, decodes it and writes
-its slices into preallocated parameters. Besides the parameters being built, one stored tensor is held at a time (from
-a source that reads in parallel: as many as it keeps in flight). A stack of experts, or a matrix, can be left where it
-is: then each expert, or the rows that are asked for, are read when they are. Experts in MXFP4 can stay in 4 bits.
+its slices into preallocated parameters, on an accelerator through ``staging``. Besides the parameters being built, one
+stored tensor is held at a time (from a source that reads in parallel: as many as it keeps in flight). A stack of
+experts, or a matrix, can be left where it is: then each expert, or the rows that are asked for, are read when they are.
+Experts in MXFP4 can stay in 4 bits.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,12 +18,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from dayzero.checkpoint.building import Building, Need, check_padding, cut
+from dayzero.checkpoint.building import Building, Need, check_padding, cut, memory_of, tensor_of
 from dayzero.checkpoint.coverage import Coverage
 from dayzero.checkpoint.coverage import Source as Stored
 from dayzero.checkpoint.dequant import dequantize, keep_packed
 from dayzero.checkpoint.index import Index
 from dayzero.checkpoint.lazy import ExpertStack, MatrixRows
+from dayzero.checkpoint.ranges import in_order
 from dayzero.checkpoint.rules import Narrow, Target
 from dayzero.checkpoint.slices import (
     gives_rows,
@@ -34,7 +35,8 @@ from dayzero.checkpoint.slices import (
     slice_of,
     stays_packed,
 )
-from dayzero.checkpoint.source import Source, in_order, read_together
+from dayzero.checkpoint.source import Source, read_together
+from dayzero.checkpoint.staging import NUM_READERS, Staging
 from dayzero.checkpoint.statistics import judge_norms, packed_statistics, statistics
 from dayzero.decl import Mxfp4, ParamDecl
 from dayzero.errors import CheckpointError
@@ -47,11 +49,17 @@ DTYPES = {
 }  # fmt: skip
 
 
+HOST = torch.device("cpu")
+
+
 class Loader:
     """Parameters of a covered checkpoint by name, decoded, in the model's orientation and shape.
 
     dtype: what parameters become (float32 where a declaration says so). bytes_read: bytes of tensors read so far.
+    device: where parameters are made (``place``).
     """
+
+    device = HOST
 
     def __init__(self, source: Source, index: Index, coverage: Coverage, dtype: torch.dtype) -> None:
         if not coverage.complete:
@@ -60,6 +68,7 @@ class Loader:
         coverage = coverage.whole()  # layers beside the plain forward are there for who asks for them
         self.source, self.index, self.coverage, self.dtype = source, index, coverage, dtype
         self.bytes_read = 0
+        self._staging: Staging | None = None
         self._found: list[Finding] = []
         self._checked: set[str] = set()
         self._told: set[tuple[str, str]] = set()  # (kind of finding, parameter)
@@ -75,6 +84,11 @@ class Loader:
         self._aliases: dict[str, list[str]] = {}
         for tensor, param in coverage.aliases.items():
             self._aliases.setdefault(param, []).append(tensor)
+
+    def place(self, device: str) -> None:
+        """From now on ``load`` makes parameters on this device. ``expert`` reads to the host as before."""
+        self.device = torch.device(device)
+        self._staging = None if self.device.type == "cpu" else Staging(self.device)
 
     @property
     def findings(self) -> list[Finding]:
@@ -118,9 +132,17 @@ class Loader:
 
     def _fill(self, building: Mapping[str, Building], needs: Sequence[Need], judge: bool = True) -> None:
         """Read ``needs`` in their order into what is being built, which must then be complete."""
-        reads = in_order([partial(self._read, need) for need in needs], self.source.parallel_reads)
+        at_once = self.source.parallel_reads
+        if self._staging is not None:
+            self._staging.begin()
+            at_once = max(at_once, NUM_READERS)
+        reads = in_order([partial(self._read, need, building) for need in needs], at_once)
         for need in needs:
             parts = next(reads)
+            if isinstance(parts, int):
+                self.bytes_read += parts
+                building[need.targets[0].decl.name].mark(need.targets[0], need.number)
+                continue
             self.bytes_read += sum(p.numel() * p.element_size() for p in parts.values())
             self._write(need, parts, building)
             del parts  # before the next tensor is read
@@ -148,7 +170,7 @@ class Loader:
         extents = [self._extent(n, need.part) for need in needs for role, n in _decoding(need.stored)]
         ranges = [(file, first, size) for file, first, size, *_ in extents]
         data = iter(read_together(self.source, ranges))
-        views = (_view(part, dtype, shape) for part, (*_, dtype, shape) in zip(data, extents, strict=True))
+        views = (tensor_of(part, dtype, shape) for part, (*_, dtype, shape) in zip(data, extents, strict=True))
         names_of = {slice_decl(self._decls[name], number).name: name for name in names}
         building: dict[str, Building] = {}
         out: dict[str, Tensor | Mxfp4] = {}
@@ -160,7 +182,7 @@ class Loader:
                 out |= {names_of[t.decl.name]: cut(value, t.of_tensor) for t in kept}
             rest = replace(need, targets=tuple(t for t in need.targets if t not in kept))
             for target in rest.targets:
-                building.setdefault(target.decl.name, self._allocate(target.decl))
+                building.setdefault(target.decl.name, self._allocate(target.decl, device=HOST))
             if rest.targets:
                 self._write(rest, parts, building)
         return out | {names_of[name]: self._whole(one).tensor for name, one in building.items()}
@@ -250,11 +272,12 @@ class Loader:
     def _dtype_of(self, decl: ParamDecl) -> torch.dtype:
         return torch.float32 if decl.keep == "f32" else self.dtype
 
-    def _allocate(self, decl: ParamDecl, packed: bool = False) -> Building:
+    def _allocate(self, decl: ParamDecl, packed: bool = False, device: torch.device | None = None) -> Building:
+        device = device or self.device
         if not packed:
-            return Building(decl, torch.empty(decl.shape, dtype=self._dtype_of(decl)))
+            return Building(decl, torch.empty(decl.shape, dtype=self._dtype_of(decl), device=device))
         codes, scales = ((*decl.shape[:-1], decl.shape[-1] // n) for n in (2, 32))
-        return Building(decl, Mxfp4(*(torch.empty(shape, dtype=torch.uint8) for shape in (codes, scales))))
+        return Building(decl, Mxfp4(*(torch.empty(s, dtype=torch.uint8, device=device) for s in (codes, scales))))
 
     def _needs(self, building: Mapping[str, Building]) -> list[Need]:
         positions = sorted({p for name in building for p in self._groups.get(name, ())})
@@ -270,14 +293,23 @@ class Loader:
         entry = self.index.entries[need.stored.parts[0][1]]
         return entry.file, entry.start
 
-    def _read(self, need: Need) -> dict[str, Tensor]:
-        """The stored parts that decoding needs, by role."""
+    def _read(self, need: Need, building: Mapping[str, Building]) -> dict[str, Tensor] | int:
+        """The stored parts that decoding needs, by role. Of a tensor that a parameter holds as it is stored: the bytes
+        that were read, which are in their place already."""
+        if self._staging is None:
+            file, first, size, dtype, shape = self._extent(need.stored.parts[0][1], need.part)
+            memory = memory_of(need, building, dtype, shape)
+            if memory is not None:
+                self.source.read_into(file, first, memory)
+                return size
         return {role: self._tensor(name, need.part) for role, name in _decoding(need.stored)}
 
     def _tensor(self, name: str, part: int | range | None = None) -> Tensor:
         """A stored tensor, or its slice or rows ``part`` along dimension 0."""
         file, first, size, dtype, shape = self._extent(name, part)
-        return _view(self.source.read(file, first, size), dtype, shape)
+        if self._staging is not None:
+            return self._staging.bring(self.source, file, first, size).view(dtype).reshape(shape)
+        return tensor_of(self.source.read(file, first, size), dtype, shape)
 
     def _extent(self, name: str, part: int | range | None) -> tuple[str, int, int, torch.dtype, tuple[int, ...]]:
         """(file, first byte, bytes, element type, shape) of a stored tensor, or of its slice or rows ``part``."""
@@ -354,13 +386,3 @@ class Loader:
 def _decoding(stored: Stored) -> list[tuple[str, str]]:
     """(role, tensor) of the stored parts that decoding needs."""
     return [(role, name) for role, name in stored.parts if role != "input_scale"]
-
-
-def _view(data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The bytes as a tensor, which must not be written to."""
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    with warnings.catch_warnings():
-        # The buffer is read-only and torch cannot say so; nobody writes to a parameter.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)

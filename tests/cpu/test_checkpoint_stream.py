@@ -47,6 +47,11 @@ class Recording(LocalSource):
             self.reads.append((file, start, length))
         return super().read(file, start, length)
 
+    def read_into(self, file: str, start: int, into: memoryview) -> None:
+        if hasattr(self, "reads"):
+            self.reads.append((file, start, len(into)))
+        super().read_into(file, start, into)
+
 
 def make_loader(
     folder: Path,

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dayzero.checkpoint.config_json import read_object
-from dayzero.checkpoint.source import MAX_SPAN_BYTES, LocalSource, in_order, merge_ranges, open_source
+from dayzero.checkpoint.ranges import MAX_SPAN_BYTES, in_order, merge_ranges
+from dayzero.checkpoint.source import LocalSource, open_source
 from dayzero.errors import CheckpointError, ConfigError, UsageError
 from tests.paper.files import write_checkpoint, write_safetensors
 

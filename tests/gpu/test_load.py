@@ -1,0 +1,49 @@
+"""Weights that are decoded on a GPU: the bits that the CPU decodes, for every family and every format of storage."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+from small_models import NAMES, write_small
+
+from dayzero.blocks.open import open_model
+from dayzero.checkpoint.dequant import dequantize, quantize
+from dayzero.decl import QUANTIZED_FORMATS, Format, Mxfp4
+
+pytestmark = pytest.mark.gpu
+
+
+def parts_of(value: object) -> list[Tensor]:
+    return [value.codes, value.scales] if isinstance(value, Mxfp4) else [value]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_the_same_to_the_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = str(write_small(name, tmp_path))
+    host, device = (open_model(folder, dtype=dtype).loader for _ in range(2))
+    device.place("cuda")
+    packed = {name for name in host.names() if host.packs(name)}
+    want, got = host.load("", packed=packed), device.load("", packed=packed)
+    for param, value in want.items():
+        for mine, other in zip(parts_of(got[param]), parts_of(value), strict=True):
+            assert mine.is_cuda and mine.dtype == other.dtype and torch.equal(mine.cpu(), other), param
+    assert device.findings == host.findings and device.bytes_read == host.bytes_read
+
+
+@pytest.mark.parametrize("fmt", QUANTIZED_FORMATS, ids=lambda fmt: fmt.name)
+def test_a_format_is_decoded_to_the_same_bits(fmt: Format) -> None:
+    """In several pieces on the CPU, in one on the GPU."""
+    weight = torch.randn(1536, 1024, generator=torch.Generator().manual_seed(1)) * 0.1
+    stored = quantize(fmt, weight)
+    there = {role: part.cuda() for role, part in stored.items()}
+    for dtype in (torch.float32, torch.bfloat16):
+        want = dequantize(fmt, stored, (1536, 1024), dtype)
+        assert torch.equal(dequantize(fmt, there, (1536, 1024), dtype).cpu(), want)
