@@ -182,6 +182,10 @@ class Counting(LocalSource):
         self.reads.append((file, start, length))
         return super().read(file, start, length)
 
+    def read_into(self, file: str, start: int, into: memoryview) -> None:
+        self.reads.append((file, start, len(into)))
+        super().read_into(file, start, into)
+
 
 @pytest.mark.parametrize("name", ["gpt_oss_20b", "qwen3_30b_a3b", "deepseek_v3", "kimi_linear_48b_a3b"])
 def test_a_walk_reads_only_the_experts_that_were_chosen(name: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ table's width, and programs behind the end of a row leave at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,11 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dayzero.ops.records import RowCodec
 from dayzero.ops.triton.machine import INTERPRETED
 from dayzero.view import Paged
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+HEADS_IN_FP8 = "kv_fp8"  # a record: one f32 scale for each token and head
 _UPCAST: tl.constexpr = tl.constexpr(INTERPRETED)  # the interpreter multiplies no bf16
 
 
@@ -44,6 +46,17 @@ def capped(s, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def widened_e4m3(code, element: tl.constexpr):
+    """e4m3 codes, uint8, as ``element``, which holds them exactly."""
+    if _UPCAST:  # numpy has no such type: the code's fields are those of a float32 that is 2^120 times smaller
+        bits = (code & 0x7F).to(tl.int32)
+        value = (bits << 20).to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+        value = tl.where(bits == 0x7F, float("nan"), value)
+        return tl.where(code >= 128, -value, value).to(element)
+    return code.to(tl.float8e4nv, bitcast=True).to(element)
+
+
+@triton.jit
 def record_of(table, place, stride_block, stride_row, PAGE: tl.constexpr):
     """Offsets of records at places of one row, int64."""
     block = tl.load(table + place // PAGE).to(tl.int64)
@@ -52,14 +65,17 @@ def record_of(table, place, stride_block, stride_row, PAGE: tl.constexpr):
 
 @triton.jit
 def _split(
-    q, keys, values, table, first, query_start, start, sinks, out, lse, parts, part_lses,
-    q_token, q_head, key_block, key_row, key_head, value_block, value_row, value_head, table_row,
+    q, keys, values, key_scales, value_scales, table, first, query_start, start, sinks, out, lse, parts, part_lses,
+    q_token, q_head, key_block, key_row, key_head, value_block, value_row, value_head,
+    key_scale_block, key_scale_row, value_scale_block, value_scale_row, table_row,
     scale, softcap, window, num_heads, max_splits,
     G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    LATENT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, OVERLAP: tl.constexpr,
+    LATENT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys of one row, for up to BLOCK_G query heads that share a key head."""
+    """One part of the keys of one row, for up to BLOCK_G query heads that share a key head. FP8: records are e4m3 codes
+    with a scale for each token and head."""
     if OVERLAP:
         gdc_launch_dependents()  # the merge may be brought up; it waits for all of this grid
     NUM_G: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
@@ -87,7 +103,7 @@ def _split(
     real_M = g_M < G
     d1 = tl.arange(0, D1)
     q_row = q + token.to(tl.int64) * q_token + h_M[:, None] * q_head
-    element = keys.dtype.element_ty
+    element = q.dtype.element_ty if FP8 else keys.dtype.element_ty
     q1 = tl.load(q_row + d1[None], mask=real_M[:, None] & (d1[None] < D), other=0.0).to(element)
     if D2 > 0:
         d2 = D1 + tl.arange(0, D2)
@@ -108,11 +124,18 @@ def _split(
             key_L = keys + block * key_block + k * key_head + inside_L * key_row
         else:
             key_L = keys + record_of(pages, tl.minimum(at_L, end - 1), key_block, key_row, PAGE) + k * key_head
-        k1 = tl.load(key_L[:, None] + d1[None], mask=seen_L[:, None] & (d1[None] < D), other=0.0)
+        k1 = tl.load(key_L[:, None] + d1[None], mask=seen_L[:, None] & (d1[None] < D), other=0)
+        if FP8:
+            k1 = widened_e4m3(k1, element)
         s = product(q1, tl.trans(k1))
         if D2 > 0:
-            k2 = tl.load(key_L[:, None] + d2[None], mask=seen_L[:, None] & (d2[None] < D), other=0.0)
+            k2 = tl.load(key_L[:, None] + d2[None], mask=seen_L[:, None] & (d2[None] < D), other=0)
+            if FP8:
+                k2 = widened_e4m3(k2, element)
             s += product(q2, tl.trans(k2))
+        if FP8:
+            at = record_of(pages, tl.minimum(at_L, end - 1), key_scale_block, key_scale_row, PAGE) + k
+            s *= tl.load(key_scales + at, mask=seen_L, other=0.0)[None]
         if LATENT:
             v1 = k1
         else:
@@ -123,13 +146,18 @@ def _split(
                     values + record_of(pages, tl.minimum(at_L, end - 1), value_block, value_row, PAGE)
                     + k * value_head
                 )  # fmt: skip
-            v1 = tl.load(value_L[:, None] + v[None], mask=seen_L[:, None] & (v[None] < V), other=0.0)
+            v1 = tl.load(value_L[:, None] + v[None], mask=seen_L[:, None] & (v[None] < V), other=0)
+            if FP8:
+                v1 = widened_e4m3(v1, element)
         s = tl.where(seen_L[None], capped(s * scale, softcap, SOFTCAP), float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(s - safe[:, None])
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(p, 1)
+        if FP8:
+            at = record_of(pages, tl.minimum(at_L, end - 1), value_scale_block, value_scale_row, PAGE) + k
+            p *= tl.load(value_scales + at, mask=seen_L, other=0.0)[None]
         acc = acc * shrink[:, None] + product(p.to(element), v1)
         top = higher
 
@@ -207,6 +235,7 @@ class Shape:
     value_width: int
     latent: bool
     page: int
+    fp8: bool = False
 
     @property
     def value_padded(self) -> int:
@@ -215,14 +244,15 @@ class Shape:
 
 def shape_of(q_THD: Tensor, keys: Paged, values: Paged | None, value_dim: int) -> Shape:
     """ValueError for what the kernels cannot read."""
-    if keys.codec is not None or (values is not None and values.codec is not None):
-        raise ValueError(f"records {keys.record!r}; these kernels read plain ones")
-    _, page, key_heads, width = keys.rows.shape
+    fp8 = keys.record == HEADS_IN_FP8
+    if (values is None and fp8) or keys.record not in ("", HEADS_IN_FP8):
+        raise ValueError(f"records {keys.record!r}; these kernels read plain ones, and heads in {HEADS_IN_FP8}")
+    page, (key_heads, width) = keys.page, keys.shape
     heads = q_THD.shape[1]
     latent = values is None
-    value_width = value_dim if values is None else values.rows.shape[-1]
+    value_width = value_dim if values is None else values.shape[-1]
     if q_THD.shape[2] != width or heads % key_heads or (latent and not 0 < value_dim <= width):
-        raise ValueError(f"queries {tuple(q_THD.shape)} do not fit keys {tuple(keys.rows.shape)}")
+        raise ValueError(f"queries {tuple(q_THD.shape)} do not fit keys {keys.shape}")
     if page < 8 or page & (page - 1):
         raise ValueError(f"pages of {page} records; these kernels take powers of two from 8 on")
     if latent:
@@ -233,7 +263,32 @@ def shape_of(q_THD: Tensor, keys: Paged, values: Paged | None, value_dim: int) -
     else:
         d1 = max(16, 1 << (width.bit_length() - 1))
         d2 = 0 if width <= d1 else max(16, triton.next_power_of_2(width - d1))
-    return Shape(key_heads, heads // key_heads, width, d1, d2, value_width, latent, page)
+    return Shape(key_heads, heads // key_heads, width, d1, d2, value_width, latent, page, fp8)
+
+
+class Records(NamedTuple):
+    """A need's records for a kernel. rows [N, page, heads, width]: elements, or codes as uint8. scales [N, page, heads]
+    f32 of codes; of plain elements the rows again, which nobody reads."""
+
+    rows: Tensor
+    scales: Tensor
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.rows.stride()[:3]
+
+    @property
+    def scale_strides(self) -> tuple[int, ...]:
+        return self.scales.stride()[:2]
+
+
+def records_of(paged: Paged) -> Records:
+    """Views of the pool."""
+    if paged.codec is None:
+        return Records(paged.rows, paged.rows)
+    assert isinstance(paged.codec, RowCodec)
+    codes, scales, _ = paged.codec.parts(paged.rows)
+    return Records(codes.unflatten(-1, paged.shape), scales.view(torch.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,18 +331,20 @@ def decode(
     parts = q_THD.new_empty(num_rows, heads, max_splits if max_splits > 1 else 0, shape.value_width,
                             dtype=torch.float32)  # fmt: skip
     part_lses = torch.empty(parts.shape[:3], dtype=torch.float32, device=q_THD.device)
-    rows_of_values = keys.rows if values is None else values.rows
+    held = records_of(keys)
+    held_values = held if values is None else records_of(values)
     sinks = lse_TH if sinks_H is None else sinks_H
     flags = {"WINDOW": window is not None, "SINKS": sinks_H is not None}
     same = {"V": shape.value_width, "VP": shape.value_padded, "PAGE": shape.page, "TILE": tuning.tile,
             "SPLITS": tuning.splits, "LEAST": tuning.least}  # fmt: skip
     grid = (shape.key_heads * -(-shape.group // tuning.block_g), num_rows, max_splits)
     _split[grid](
-        q_THD, keys.rows, rows_of_values, keys.table, keys.first, keys.query_start, keys.start, sinks, out_THV, lse_TH,
-        parts, part_lses, q_THD.stride(0), q_THD.stride(1), *keys.rows.stride()[:3], *rows_of_values.stride()[:3],
-        keys.table.stride(0), options["scale"], softcap or 1.0, window or 0, heads, max_splits,
+        q_THD, held.rows, held_values.rows, held.scales, held_values.scales, keys.table, keys.first, keys.query_start,
+        keys.start, sinks, out_THV, lse_TH, parts, part_lses, q_THD.stride(0), q_THD.stride(1), *held.strides,
+        *held_values.strides, *held.scale_strides, *held_values.scale_strides, keys.table.stride(0), options["scale"],
+        softcap or 1.0, window or 0, heads, max_splits,
         G=shape.group, D=shape.width, D1=shape.d1, D2=shape.d2, BLOCK_G=tuning.block_g, LATENT=shape.latent,
-        SOFTCAP=softcap is not None, OVERLAP=max_splits > 1 and not INTERPRETED, num_warps=tuning.warps,
+        SOFTCAP=softcap is not None, FP8=shape.fp8, OVERLAP=max_splits > 1 and not INTERPRETED, num_warps=tuning.warps,
         num_stages=tuning.stages, **same, **flags,
     )  # fmt: skip
     if max_splits > 1:

@@ -17,7 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from dayzero.ops.triton.machine import check_machine
-from dayzero.ops.triton.paged_decode import LN_2, LOG2_E, Shape, capped, decode, product, record_of, shape_of
+from dayzero.ops.triton.paged_decode import (
+    LN_2,
+    LOG2_E,
+    Shape,
+    capped,
+    decode,
+    product,
+    record_of,
+    records_of,
+    shape_of,
+    widened_e4m3,
+)
 from dayzero.view import Paged
 
 __all__ = ["SMALL_WINDOW", "check_machine", "chunked", "paged"]
@@ -27,14 +38,16 @@ SMALL_WINDOW = 512  # up to which most tiles of keys are seen in part only, so t
 
 @triton.jit
 def _steps(
-    top, total, acc, q1, q2, own_M, keys, values, pages, from_place, to_place, end, k,
-    key_block, key_row, key_head, value_block, value_row, value_head, scale, softcap, window,
+    top, total, acc, q1, q2, own_M, keys, values, key_scales, value_scales, pages, from_place, to_place, end, k,
+    key_block, key_row, key_head, value_block, value_row, value_head,
+    key_scale_block, key_scale_row, value_scale_block, value_scale_row, scale, softcap, window,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, LATENT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr, LATENT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Tiles of keys from one place to another, both a tile's beginning. MASKED: some may not be seen by all."""
     d1, v = tl.arange(0, D1), tl.arange(0, VP)
-    element = keys.dtype.element_ty
+    element = q1.dtype
     PAGE_HOLDS_TILE: tl.constexpr = PAGE % TILE == 0
     for tile in range(from_place, to_place, TILE):
         at_L = tile + tl.arange(0, TILE)
@@ -46,21 +59,28 @@ def _steps(
             key_L = keys + record_of(pages, tl.minimum(at_L, end - 1), key_block, key_row, PAGE) + k * key_head
         # A record behind the row's end may hold anything, and 0 * NaN is NaN.
         if MASKED:
-            k1 = tl.load(key_L[:, None] + d1[None], mask=(at_L < end)[:, None] & (d1[None] < D), other=0.0)
+            k1 = tl.load(key_L[:, None] + d1[None], mask=(at_L < end)[:, None] & (d1[None] < D), other=0)
         elif D1 > D:
-            k1 = tl.load(key_L[:, None] + d1[None], mask=d1[None] < D, other=0.0)
+            k1 = tl.load(key_L[:, None] + d1[None], mask=d1[None] < D, other=0)
         else:
             k1 = tl.load(key_L[:, None] + d1[None])
+        if FP8:
+            k1 = widened_e4m3(k1, element)
         s = product(q1, tl.trans(k1))
         if D2 > 0:
             d2 = D1 + tl.arange(0, D2)
             if MASKED:
-                k2 = tl.load(key_L[:, None] + d2[None], mask=(at_L < end)[:, None] & (d2[None] < D), other=0.0)
+                k2 = tl.load(key_L[:, None] + d2[None], mask=(at_L < end)[:, None] & (d2[None] < D), other=0)
             elif D1 + D2 > D:
-                k2 = tl.load(key_L[:, None] + d2[None], mask=d2[None] < D, other=0.0)
+                k2 = tl.load(key_L[:, None] + d2[None], mask=d2[None] < D, other=0)
             else:
                 k2 = tl.load(key_L[:, None] + d2[None])
+            if FP8:
+                k2 = widened_e4m3(k2, element)
             s += product(q2, tl.trans(k2))
+        if FP8:
+            at = record_of(pages, tl.minimum(at_L, end - 1), key_scale_block, key_scale_row, PAGE) + k
+            s *= tl.load(key_scales + at, mask=at_L < end, other=0.0)[None]
         if SOFTCAP:
             s = capped(s * scale, softcap, True)
         else:
@@ -90,23 +110,29 @@ def _steps(
                     + k * value_head
                 )  # fmt: skip
             if MASKED:
-                v1 = tl.load(value_L[:, None] + v[None], mask=(at_L < end)[:, None] & (v[None] < V), other=0.0)
+                v1 = tl.load(value_L[:, None] + v[None], mask=(at_L < end)[:, None] & (v[None] < V), other=0)
             elif VP > V:
-                v1 = tl.load(value_L[:, None] + v[None], mask=v[None] < V, other=0.0)
+                v1 = tl.load(value_L[:, None] + v[None], mask=v[None] < V, other=0)
             else:
                 v1 = tl.load(value_L[:, None] + v[None])
+            if FP8:
+                v1 = widened_e4m3(v1, element)
+                at = record_of(pages, tl.minimum(at_L, end - 1), value_scale_block, value_scale_row, PAGE) + k
+                p *= tl.load(value_scales + at, mask=at_L < end, other=0.0)[None]
         acc += product(p.to(element), v1)
     return top, total, acc
 
 
 @triton.jit
 def _chunks(
-    q, keys, values, table, first, query_start, start, sinks, out, lse,
-    q_token, q_head, key_block, key_row, key_head, value_block, value_row, value_head, table_row,
+    q, keys, values, key_scales, value_scales, table, first, query_start, start, sinks, out, lse,
+    q_token, q_head, key_block, key_row, key_head, value_block, value_row, value_head,
+    key_scale_block, key_scale_row, value_scale_block, value_scale_row, table_row,
     scale, softcap, window, num_rows, num_heads, num_blocks,
     G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, BLOCK_G: tl.constexpr,
     ROWS: tl.constexpr, LATENT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens of one row times BLOCK_G heads of one key head. ROWS: rows of the step, up to a power of two."""
     NUM_G: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
@@ -135,7 +161,7 @@ def _chunks(
     h_M = k * G + g_M
     d1 = tl.arange(0, D1)
     q_row = q + (token + token_M).to(tl.int64)[:, None] * q_token + h_M[:, None] * q_head
-    element = keys.dtype.element_ty
+    element = q.dtype.element_ty if FP8 else keys.dtype.element_ty
     q1 = tl.load(q_row + d1[None], mask=real_M[:, None] & (d1[None] < D), other=0.0).to(element)
     q2 = q1
     if D2 > 0:
@@ -155,19 +181,22 @@ def _chunks(
     if WINDOW:
         inner = tl.minimum(inner, diagonal)
         top, total, acc = _steps(
-            top, total, acc, q1, q2, own_M, keys, values, pages, low, inner, end, k,
-            key_block, key_row, key_head, value_block, value_row, value_head, scale, softcap, window,
-            D, D1, D2, V, VP, PAGE, TILE, LATENT, WINDOW, SOFTCAP, True,
+            top, total, acc, q1, q2, own_M, keys, values, key_scales, value_scales, pages, low, inner, end, k,
+            key_block, key_row, key_head, value_block, value_row, value_head,
+        key_scale_block, key_scale_row, value_scale_block, value_scale_row, scale, softcap, window,
+            D, D1, D2, V, VP, PAGE, TILE, LATENT, WINDOW, SOFTCAP, FP8, True,
         )  # fmt: skip
     top, total, acc = _steps(
-        top, total, acc, q1, q2, own_M, keys, values, pages, inner, diagonal, end, k,
-        key_block, key_row, key_head, value_block, value_row, value_head, scale, softcap, window,
-        D, D1, D2, V, VP, PAGE, TILE, LATENT, WINDOW, SOFTCAP, False,
+        top, total, acc, q1, q2, own_M, keys, values, key_scales, value_scales, pages, inner, diagonal, end, k,
+        key_block, key_row, key_head, value_block, value_row, value_head,
+        key_scale_block, key_scale_row, value_scale_block, value_scale_row, scale, softcap, window,
+        D, D1, D2, V, VP, PAGE, TILE, LATENT, WINDOW, SOFTCAP, FP8, False,
     )  # fmt: skip
     top, total, acc = _steps(
-        top, total, acc, q1, q2, own_M, keys, values, pages, diagonal, end, end, k,
-        key_block, key_row, key_head, value_block, value_row, value_head, scale, softcap, window,
-        D, D1, D2, V, VP, PAGE, TILE, LATENT, WINDOW, SOFTCAP, True,
+        top, total, acc, q1, q2, own_M, keys, values, key_scales, value_scales, pages, diagonal, end, end, k,
+        key_block, key_row, key_head, value_block, value_row, value_head,
+        key_scale_block, key_scale_row, value_scale_block, value_scale_row, scale, softcap, window,
+        D, D1, D2, V, VP, PAGE, TILE, LATENT, WINDOW, SOFTCAP, FP8, True,
     )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + h_M, mask=real_M, other=0.0).to(tl.float32) * LOG2_E
@@ -213,16 +242,18 @@ def chunked(
     block_g = min(shape.group, tuning.block)
     tokens = tuning.block // block_g
     num_blocks = sum(-(-span.count // tokens) for span in keys.spans if span.count > 1)
-    rows_of_values = keys.rows if values is None else values.rows
+    held = records_of(keys)
+    held_values = held if values is None else records_of(values)
     _chunks[(shape.key_heads * -(-shape.group // block_g), num_blocks)](
-        q_THD, keys.rows, rows_of_values, keys.table, keys.first, keys.query_start, keys.start,
-        lse_TH if sinks_H is None else sinks_H, out_THV, lse_TH,
-        q_THD.stride(0), q_THD.stride(1), *keys.rows.stride()[:3], *rows_of_values.stride()[:3], keys.table.stride(0),
+        q_THD, held.rows, held_values.rows, held.scales, held_values.scales, keys.table, keys.first, keys.query_start,
+        keys.start, lse_TH if sinks_H is None else sinks_H, out_THV, lse_TH, q_THD.stride(0), q_THD.stride(1),
+        *held.strides, *held_values.strides, *held.scale_strides, *held_values.scale_strides, keys.table.stride(0),
         options["scale"], softcap or 1.0, window or 0, num_rows, heads, num_blocks,
         G=shape.group, D=shape.width, D1=shape.d1, D2=shape.d2, V=shape.value_width, VP=shape.value_padded,
         PAGE=shape.page, TILE=tuning.tile, BLOCK_M=tuning.block, TOKENS=tokens, BLOCK_G=block_g,
         ROWS=triton.next_power_of_2(num_rows), LATENT=shape.latent, WINDOW=window is not None,
-        SINKS=sinks_H is not None, SOFTCAP=softcap is not None, num_warps=tuning.warps, num_stages=tuning.stages,
+        SINKS=sinks_H is not None, SOFTCAP=softcap is not None, FP8=shape.fp8, num_warps=tuning.warps,
+        num_stages=tuning.stages,
     )  # fmt: skip
 
 
@@ -237,7 +268,8 @@ def paged(
     sinks_H: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``attention.paged``: (out [T, H, V] in q's dtype, lse [T, H] f32). Products take q in the records' dtype.
+    """``attention.paged``: (out [T, H, V] in q's dtype, lse [T, H] f32). Products take q in the records' dtype; records
+    in ``kv_fp8`` are widened to q's, exactly, and their scales multiply logits and weights.
 
     Where every row has one token, only shapes decide what is launched: such a step can be captured in a graph.
     ValueError for pages that are no power of two, and for latent values whose width is none.
