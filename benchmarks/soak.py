@@ -11,34 +11,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
-import signal
-import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-NUM_PROMPTS, NUM_CLIENTS, SAMPLE_SECONDS, WARM_SHARE, NUM_BLOCKS = 12, 8, 0.5, 0.3, 10
-T_995_8 = 3.355  # Student's t, 8 degrees of freedom, both tails 1 %
+from dayzero.acceptance.server_process import ServerProcess
+from dayzero.acceptance.stages import robust_memory
+from dayzero.acceptance.stages.robust_soak import BAD
+
+NUM_PROMPTS, NUM_CLIENTS, SAMPLE_SECONDS = 12, 8, 0.5
+START_SECONDS = 600.0
 # Small enough to be in use as a whole before the warm-up ends: memory of the pool becomes resident when a block is used
 # for the first time, which is no growth of the server.
 POOL_BYTES = "1MiB"
-BAD = (
-    {"prompt": "x", "max_tokens": -1},
-    {"prompt": [[]], "max_tokens": 1},
-    {"prompt": "x", "temperature": "hot"},
-    {"prompt": "x", "max_tokens": 10**9},
-    {"prompt": {"a": 1}},
-    {"model": "nobody", "prompt": "x"},
-)
 
 
 @dataclass
@@ -52,66 +47,24 @@ class Soak:
     steps: int = 0
 
     def slope(self, process: int | None = None) -> tuple[float, float]:
-        """(bytes an hour, t) of the memory behind the warm-up, of all processes or of one, from block means:
-        neighbouring samples are not independent, blocks nearly are."""
-        series = [(t, sum(each) if process is None else each[process]) for t, each in self.rss]
-        kept = series[int(WARM_SHARE * len(series)) :]
-        size = len(kept) // NUM_BLOCKS
-        blocks = [kept[i * size : (i + 1) * size] for i in range(NUM_BLOCKS)]
-        xs = [statistics.fmean(t for t, _ in block) for block in blocks]
-        ys = [statistics.fmean(b for _, b in block) for block in blocks]
-        mean_x, mean_y = statistics.fmean(xs), statistics.fmean(ys)
-        spread = sum((x - mean_x) ** 2 for x in xs)
-        slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
-        rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True))
-        error = (rest / (NUM_BLOCKS - 2) / spread) ** 0.5
-        return slope * 3600, slope / error if error else 0.0
+        """(bytes an hour, t) of the memory behind the warm-up, of all processes or of one."""
+        return robust_memory.slope(
+            [(t, float(sum(each) if process is None else each[process])) for t, each in self.rss]
+        )
 
     def faults(self) -> list[str]:
         """Why the run failed; empty when it passed."""
         found = list(self.wrong[:5])
-        slope, t = self.slope()
-        grown = slope / 3600 * (self.rss[-1][0] - self.rss[0][0])
+        rate, t = self.slope()
+        grown = rate / 3600 * (self.rss[-1][0] - self.rss[0][0])
         # Growth that shows against the spread of the blocks, and is more than what an allocator's arenas move by.
-        if t > T_995_8 and grown > 0.01 * sum(self.rss[-1][1]):
-            found.append(f"memory grows by {slope / 2**20:.1f} MiB an hour (t {t:.1f})")
+        if t > robust_memory.T_995_8 and grown > robust_memory.ARENA_SHARE * sum(self.rss[-1][1]):
+            found.append(f"memory grows by {rate / 2**20:.1f} MiB an hour (t {t:.1f})")
         if self.usage_at_end != 0.0:
             found.append(f"{self.usage_at_end:.2%} of the pool is still held when nothing runs")
         if not self.counts["aborted"] or not self.counts["bad"] or not self.counts["answers"]:
             found.append(f"the load was not mixed: {dict(self.counts)}")
         return found
-
-
-class Server:
-    """``dayzero serve`` as a child process; its address once it is ready."""
-
-    def __init__(self, folder: str, *options: str) -> None:
-        command = [
-            sys.executable, "-m", "dayzero", "serve", folder, "--port", "0", "--json", "--served-model-name", "soak",
-            *options,
-        ]  # fmt: skip
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the server ended with {self.process.wait()}"
-        self.address: str = json.loads(line)["address"]
-
-    def rss(self) -> list[int]:
-        """Resident bytes of the server and of each process below it, always in the same order."""
-        pids, seen = [self.process.pid], {}
-        while pids:
-            pid = pids.pop()
-            try:
-                seen[pid] = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    pids += [int(child) for child in (task / "children").read_text().split()]
-            except OSError:
-                continue
-        return [seen[pid] for pid in sorted(seen)]
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
 
 
 async def soak(
@@ -200,6 +153,19 @@ async def _abort(http: httpx.AsyncClient, prompt: list[int], seconds: float) -> 
         pass
 
 
+@contextlib.contextmanager
+def serving(model: str, folder: Path) -> Iterator[ServerProcess]:
+    """A server on reference operators over ``model``, ready. folder: gets its log."""
+    options = ["--served-model-name", "soak", "--dtype", "float32", "--bind", "*=reference", "--pool-bytes", POOL_BYTES]
+    server = ServerProcess([model, *options], folder / "server.log")
+    try:
+        if server.address(START_SECONDS) is None:
+            raise TimeoutError(f"the server is not ready after {START_SECONDS:.0f} s: {server.last_words()}")
+        yield server
+    finally:
+        server.end()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
@@ -207,10 +173,8 @@ def main() -> int:
     parser.add_argument("--warm-seconds", type=float, default=0, help="load before the first sample")
     parser.add_argument("--vocab", type=int, default=500)
     given = parser.parse_args()
-    server = Server(given.folder, "--dtype", "float32", "--bind", "*=reference", "--pool-bytes", POOL_BYTES)
-    try:
-        seen = asyncio.run(soak(server.address, server.rss, given.seconds, given.vocab, given.warm_seconds))
-    finally:
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder, serving(given.folder, Path(folder)) as server:
+        seen = asyncio.run(soak(server.told["address"], server.rss, given.seconds, given.vocab, given.warm_seconds))
         code = server.stop()
     slope, t = seen.slope()
     print(f"{dict(seen.counts)} in {seen.steps} steps; pool held at the end {seen.usage_at_end:.1%}; exit {code}")

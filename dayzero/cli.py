@@ -15,15 +15,16 @@ from typing import Annotated, NoReturn
 import typer
 
 from dayzero import __version__
-from dayzero.commands.frame import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, leave_stdout, register
+from dayzero.commands.frame import (
+    CALL_ERRORS,
+    EXIT_BROKEN_PIPE,
+    EXIT_INTERRUPTED,
+    call_error_text,
+    leave_stdout,
+    register,
+)
 from dayzero.console import Console
 from dayzero.errors import MachineError, UsageError
-
-# typer brings a click of its own; its usage errors are reached through the one name that typer publishes.
-_CALL_ERRORS: tuple[type[Exception], ...] = tuple(
-    kind for kind in typer.BadParameter.__mro__ if issubclass(kind, Exception) and hasattr(kind, "format_message")
-)
-
 
 # Name of a command, and of its file, -> its options. A file is imported when its command is asked for.
 COMMANDS = {
@@ -35,6 +36,11 @@ COMMANDS = {
     "chat": "ChatArguments",
     "serve": "ServeArguments",
     "bench": "BenchArguments",
+    "profile": "ProfileArguments",
+    "accept": "AcceptArguments",
+    "doctor": "DoctorArguments",
+    "radar": "RadarArguments",
+    "release": "ReleaseArguments",
 }
 
 
@@ -114,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = build_app(only)(given, prog_name="dayzero", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except _CALL_ERRORS as error:
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
+    except CALL_ERRORS as error:
+        message = call_error_text(error)
         path = getattr(getattr(error, "ctx", None), "command_path", "dayzero")
         Console(json_mode="--json" in given).error(UsageError(f"{message} (see {path} --help)"))
         return UsageError.exit_code

@@ -307,6 +307,12 @@ class Console:
         """A ProgressFactory: context that shows how far the work is, on stderr. Nothing when quiet."""
         return _NoBar() if self.quiet else Progress(self._stderr, label, total, unit)
 
+    def news(self, text: str) -> None:
+        """A line about work that goes on, on stderr; nothing when quiet."""
+        if not self.quiet:
+            self._stderr.write(clean(text) + "\n")
+            self._stderr.flush()
+
     def emit_json(self, value: object) -> None:
         """The one JSON object of a ``json_mode`` run; nothing otherwise."""
         if self.json_mode:

@@ -46,6 +46,10 @@ class Where:
     blocks: Tensor
     offsets: Tensor
 
+    def first_rows(self, rows: int) -> Where:
+        """The same of the first so many rows, where each has one token."""
+        return Where(self.table[:rows], self.first[:rows], self.blocks[:rows], self.offsets[:rows])
+
 
 class Codec(Protocol):
     """How records that are not plain elements are read and written: codes and scales (``ops/records``).
@@ -192,13 +196,24 @@ class Inserted:
     rows: Tensor
 
 
+# (work that needs the host, a tensor of the same shape and type as what it gives) -> what it gives
+OnHost = Callable[[Callable[[], Any], Any], Any]
+
+
+def at_once(work: Callable[[], Any], like: Any) -> Any:
+    """Where a step is computed as it is called: nothing but the work."""
+    return work()
+
+
 @dataclass(frozen=True, slots=True)
 class StepView:
     """tokens [T] int64; positions [T] or [3, T] int64; spans in packed order, covering [0, T) exactly once.
 
     query_start [R+1], start [R] int32: the spans as the device knows them. stores: cache need name -> store. where:
     cache group -> where its records lie. scratch: what one layer leaves for a later one in the same step (shared top-k
-    indices), by name; emptied between steps. inserted: rows of images in place of embeddings; none overlap.
+    indices), by name; emptied between steps. inserted: rows of images in place of embeddings; none overlap. on_host:
+    through which a block does what depends on numbers that only the host can look at, so that a step can be recorded in
+    pieces around it.
     """
 
     tokens: Tensor
@@ -210,6 +225,7 @@ class StepView:
     where: Mapping[str, Where]
     scratch: dict[str, object]
     inserted: tuple[Inserted, ...] = ()
+    on_host: OnHost = at_once
 
     @property
     def num_single(self) -> int:

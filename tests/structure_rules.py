@@ -41,6 +41,31 @@ GROUND: Mapping[str, frozenset[str]] = {
 PAPER_ROOMS = {*GROUND, "arch", "chat", "checkpoint", "models", "planner"}
 PAPER_FILES = {
     "__init__.py",
+    "acceptance/__init__.py",
+    "acceptance/files.py",
+    *(
+        f"acceptance/accept/{name}.py"
+        for name in ("__init__", "compare", "digest", "junit", "paired", "record", "registry", "stage")
+    ),
+    *(f"acceptance/doctor/{name}.py" for name in ("__init__", "diagnosis", "record", "rules", "show")),
+    *(
+        f"acceptance/page/{name}.py"
+        for name in (
+            "__init__",
+            "bars",
+            "comparison",
+            "curves",
+            "heat",
+            "histogram",
+            "ladder",
+            "numbers",
+            "pictures",
+            "reading",
+            "shapes",
+            "svg",
+            "write",
+        )
+    ),
     "cache/__init__.py",
     "cache/layout.py",
     "cache/manager.py",
@@ -50,6 +75,7 @@ PAPER_FILES = {
     "cache/sequence.py",
     "cache/snapshots.py",
     "engine/__init__.py",
+    "engine/buckets.py",
     "engine/check.py",
     "engine/config.py",
     "engine/demand.py",
@@ -66,6 +92,7 @@ PAPER_FILES = {
     "engine/step.py",
     "ops/__init__.py",
     "ops/bindings.py",
+    "ops/capture.py",
     "ops/catalog.py",
     "ops/catalog_cuda.py",
     "ops/line.py",
@@ -78,7 +105,7 @@ PAPER_FILES = {
 }
 # The only files of a paper room that hold tensors.
 DEVICE_FILES = {
-    f"checkpoint/{name}.py" for name in ("building", "dequant", "lazy", "statistics", "stream")
+    f"checkpoint/{name}.py" for name in ("building", "dequant", "lazy", "staging", "statistics", "stream")
 }  # fmt: skip
 # planner/detect asks the machine what it has; the package's own names (LLM) load their modules when first used.
 LATE_IMPORT_ALLOWED = {"planner/detect.py", "__init__.py"}

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from dayzero.acceptance import ladder as text
-from dayzero.acceptance.compare import Logits, compare_logits, free_bound
+from dayzero.acceptance.compare import Bound, Logits, compare_logits, free_bound
 from dayzero.acceptance.findings import all_findings, first_diverging
 from dayzero.acceptance.oracle import choose, run_oracle
 from dayzero.acceptance.pictures import add_pictures, has_pictures
 from dayzero.acceptance.prompt import Ids, is_paper, is_twin, token_ids
+from dayzero.acceptance.rounding import ALLOWANCE, RecordResult
 from dayzero.acceptance.taken import Taken
 from dayzero.acceptance.trace import Trace, add_meta, fingerprint
 from dayzero.acceptance.walk import ChoiceResult, Ladder, SiteResult, Walk
@@ -45,7 +46,7 @@ class AlignOptions:
     record: where the oracle's trace is kept. tokens: file with a JSON list of ids; prompt: a text; num_tokens: how many
     are read. dtype: of the computation, float32. threads: of each process, default the library's. bindings: variants to
     align, ``contract`` or ``contract@site`` -> variant of ``catalog``; everything else runs as its reference. cache:
-    records of tokens' rows (``arch.record_choice``); what they cost shows in the ladder and in the logits.
+    records of tokens' rows (``arch.record_choice``); bounds grow by what their formats predict (``rounding``).
     expert_bytes: memory for experts of one layer, kept between the runs of that layer; default a quarter of what is
     available."""
 
@@ -76,7 +77,7 @@ class AlignReport:
     """aligned: ``real weights`` or ``twin only``. first_diverging: site of the first module outside its bound, or a
     layer's ``index`` or ``experts`` whose sets differ without being ties. seconds and peak_rss_bytes: ours, oracle.
     bindings: ``contract@site`` -> variant, for each operator that a block took and that is no reference. cache: as
-    asked for."""
+    asked for. records: rows of quantised ones."""
 
     source: str
     family: str
@@ -96,6 +97,7 @@ class AlignReport:
     dtype: str = "float32"
     bindings: Mapping[str, str] = field(default_factory=dict)
     cache: str = "bf16"
+    records: tuple[RecordResult, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -108,6 +110,7 @@ class AlignReport:
             "findings": [f.to_json() for f in self.findings],
             "sites": [_site_json(s) for s in self.sites],
             "choices": [_choice_json(c) for c in self.choices],
+            "records": [asdict(r) | {"verdict": "pass" if r.passed else "fail"} for r in self.records],
             "logits": self.logits.to_json(),
         }
 
@@ -131,6 +134,7 @@ def _choice_json(result: ChoiceResult) -> dict[str, Any]:
         "differing": list(result.choice.differing),
         "missed": result.choice.missed,
         "ties": list(result.ties),
+        "allowed": result.allowed,
     }
 
 
@@ -242,6 +246,9 @@ def _report(
 ) -> AlignReport:
     assert found.logits_TV is not None
     bound = free_bound(model.spec, len(trace.tokens))
+    if found.rounding:
+        by_rounding = f"{ALLOWANCE:g} x {found.rounding:.1e}, which rows moved by their records' rounding make"
+        bound = Bound(bound.value + ALLOWANCE * found.rounding, f"{by_rounding}; {bound.why}")
     logits = compare_logits(found.logits_TV, trace.get("logits"), trace.tokens, bound, found.exact_tokens)
     findings = all_findings(model, aligned_word(model), trace, found, logits)
     return AlignReport(
@@ -254,6 +261,7 @@ def _report(
         num_tokens=len(trace.tokens),
         sites=tuple(found.sites),
         choices=tuple(found.choices),
+        records=tuple(found.records),
         logits=logits,
         first_diverging=first_diverging(found),
         seconds=seconds,
@@ -286,7 +294,7 @@ def show_align(report: AlignReport, console: Console) -> None:
     console.line(f"family {report.family}; {report.num_tokens} tokens of {report.text}; {report.dtype} on both sides")
     console.line(f"time, minutes:seconds: {took}")
     if report.cache != PLAIN:
-        console.line(f"cache rows kept in {report.cache}: its rounding counts as ours")
+        console.line(f"cache rows kept in {report.cache}: bounds include what its rounding is predicted to cost")
     if report.bindings:
         console.table("bindings, all others are references", ("operator@site", "variant"), report.bindings.items())
     _show_ladder(report, console)

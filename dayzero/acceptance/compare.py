@@ -6,7 +6,7 @@ T tokens, D width, V vocabulary, N chosen ids of a token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -198,7 +198,8 @@ def compare_choices(ours_TN: Tensor, oracle_TN: Tensor, causal: bool) -> Choice:
 class Logits:
     """Our logits against the oracle's. margin: the oracle's gap between its two best, in nats.
 
-    top1: bin of the margin -> (tokens, tokens whose best id agrees). KL: oracle against ours, nats. exact_tokens:
+    top1: bin of the margin -> (tokens, tokens whose best id agrees). KL: oracle against ours, nats; kl_T: of each
+    token. exact_tokens:
     leading tokens before which no discrete choice of the free run differed; error_over_spread is over these.
     flips_beyond_noise: tokens among these whose best id differs though the margin exceeds twice the allowed error.
     """
@@ -214,6 +215,7 @@ class Logits:
     why: str
     exact_tokens: int
     flips_beyond_noise: tuple[int, ...]
+    kl_T: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def passed(self) -> bool:
@@ -263,6 +265,7 @@ def compare_logits(ours_TV: Tensor, oracle_TV: Tensor, tokens: list[int], bound:
         why=bound.why,
         exact_tokens=exact_tokens,
         flips_beyond_noise=tuple((exact_T & ~same_T & (margin_T > allowed)).nonzero()[:, 0].tolist()),
+        kl_T=tuple(kl_T.tolist()),
     )
 
 

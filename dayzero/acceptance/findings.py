@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dayzero.acceptance import ladder as text
 from dayzero.acceptance.compare import Logits
 from dayzero.acceptance.pictures import has_pictures
+from dayzero.acceptance.rounding import LEAST_ROWS, RECORD_FACTOR, by_record
 from dayzero.acceptance.trace import Trace
 from dayzero.acceptance.walk import Ladder, SiteResult
 from dayzero.arch.spec import ModelSpec
@@ -19,6 +21,11 @@ CHOICE_REMEDY = {
     "index": "Look at the index's rope style and rotated width, its key norm (has it a bias?), its scale and top_k.",
 }
 CHUNK_REMEDY = "Look at what crosses a chunk: cached rows, positions, a window's edge, recurrent and convolution state."
+KL_FACTOR = 4.0  # of two errors of one size, over dozens of tokens
+RECORD_REMEDY = (
+    "Too large: look at the scale's rule, its tile, and whether writing and reading agree on it. Too small: the record "
+    "is not what the rows are kept in."
+)
 LOGITS_REMEDY = (
     "Mend the first diverging module; when none diverges, look at what differs between layers: the carry, a shared "
     "index, or the closing norm."
@@ -33,6 +40,8 @@ def all_findings(model: LoadedModel, aligned: str, trace: Trace, found: Ladder, 
         _modules(model.spec, found),
         *_choices(found),
         _chunks(found.sites),
+        *_records(found),
+        *_rounding_kl(found, logits),
         _logits(logits, len(trace.tokens)),
         *_ledger(model, trace, found),
         *model.loader.findings,
@@ -74,7 +83,8 @@ def _modules(spec: ModelSpec, found: Ladder) -> Finding:
             "align.module",
             "operator",
             "pass",
-            f"all {len(found.sites)} module outputs agree with the oracle within float32 rounding",
+            f"all {len(found.sites)} module outputs agree with the oracle within float32 rounding"
+            + (f" and that of {_records_text(found)}" if found.records else ""),
             measured=f"{tightest.distance.rel_l2:.2e} at {tightest.site}",
             bound=f"{tightest.bound.value:.2e}",
             evidence=(tightest.bound.why,),
@@ -118,7 +128,9 @@ def _choices(found: Ladder) -> Iterable[Finding]:
             if bad
             else f"every token chooses the oracle's {word} set in {len(results)} layers, ties apart",
             f"{differing} of {tokens} sets differ, {ties} of them by ties that rounding turns over",
-            "0 beside ties",
+            f"{sum(c.allowed for c in results)} ids, as many as rounding of {_records_text(found)} turns over"
+            if any(c.allowed for c in results)
+            else "0 beside ties",
             tuple(f"{c.site}: tokens {', '.join(map(str, c.choice.differing[:6]))}" for c in shown),
             remedy if bad else "",
         )
@@ -138,6 +150,48 @@ def _chunks(sites: list[SiteResult]) -> Finding:
         f"{at.bound.value:.2e}",
         tuple(s.site for s in bad),
         CHUNK_REMEDY if bad else "",
+    )
+
+
+def _records_text(found: Ladder) -> str:
+    return ", ".join(by_record(found.records))
+
+
+def _records(found: Ladder) -> Iterable[Finding]:
+    """What rows of quantised records lose must be what their format loses, neither more nor less."""
+    for record, results in by_record(found.records).items():
+        judged = [r for r in results if r.num_values >= LEAST_ROWS]
+        if not judged:
+            continue
+        at = max(judged, key=lambda r: abs(math.log(max(r.ratio, 1e-9))))
+        bad = tuple(r.name for r in judged if not r.passed)
+        yield Finding(
+            "align.records",
+            "cache",
+            "fail" if bad else "pass",
+            f"rows kept in {record} lose {'other than' if bad else 'what'} the format predicts",
+            f"root mean square error {at.measured:.2e} of the values at {at.name}, {at.ratio:.2f} of what is predicted",
+            f"{at.predicted:.2e}, by a factor of {RECORD_FACTOR:g} both ways: steps of the format at these values over "
+            "the root of 12",
+            bad,
+            RECORD_REMEDY if bad else "",
+        )
+
+
+def _rounding_kl(found: Ladder, logits: Logits) -> Iterable[Finding]:
+    """Holds where a choice turned over at once, so that single logits cannot be held to anything."""
+    if not found.rounding_kl:
+        return
+    bound = KL_FACTOR * found.rounding_kl
+    good = logits.kl_mean <= bound
+    yield Finding(
+        "align.rounding",
+        "cache",
+        "pass" if good else "fail",
+        f"logits lose {'what' if good else 'more than'} rounding of {_records_text(found)} predicts",
+        f"mean KL {logits.kl_mean:.2e} nat",
+        f"{bound:.2e}: {KL_FACTOR:g} x {found.rounding_kl:.2e}, with rows moved by as much as rounding moves them",
+        remedy="" if good else RECORD_REMEDY,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dayzero.blocks.open import LoadedModel
+from dayzero.chat.tokenizer import open_tokenizer
 from dayzero.errors import CheckpointError, UsageError
 
 TEXT = Path(__file__).with_name("text.txt")  # King James Version, Genesis 1: public domain
@@ -89,9 +90,11 @@ def _read(where: str, vocab: int) -> list[int]:
 
 
 def _tokenizer(model: LoadedModel) -> Any:
-    """text -> ids, or None when the folder has no tokenizer.json."""
+    """text -> ids, or None when the folder has no tokenizer. A twin's vocabulary that is no tokenizer.json does not
+    count: it is made up, and random ids reach more of its embedding."""
     if not model.source.exists("tokenizer.json"):
-        return None
+        found = None if is_twin(model) else open_tokenizer(model.source)[0]
+        return None if found is None else found.encode
     from tokenizers import Tokenizer
 
     text = model.source.text("tokenizer.json")

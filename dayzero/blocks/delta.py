@@ -30,10 +30,12 @@ class DeltaBlock:
 
     def __init__(self, spec: Delta, params: Params, site: Site, *, recurrence: Recurrence = "recurrent") -> None:
         self.spec, self.site = spec, site
-        self.project = {part: site.linear(params, part) for part in ("q", "k", "v")}
-        self.decay = self._decay(params)
-        self.beta = site.linear(params, "beta")
-        self.out_gate = self._pair(params, "gate", spec.gate_rank is not None)
+        raw_decay = "a" if spec.decay == "head" else "f"
+        decay = _pair(raw_decay, None if spec.decay == "head" else spec.decay_rank)
+        gate = _pair("gate", spec.gate_rank)
+        # beta last: what stands before it begins at whole 16 bytes of a joint product's row
+        self.project = site.linears(params, ("q", "k", "v", decay[0], gate[0], "beta"))
+        self.decay, self.out_gate = (self._rest(params, names) for names in (decay, gate))
         shape = (spec.heads,) if spec.decay == "head" else (spec.heads, spec.key_dim)
         self.weights = Weights(
             params["q_conv"], params["k_conv"], params["v_conv"], params["a_log"], params["dt_bias"].reshape(shape),
@@ -44,25 +46,17 @@ class DeltaBlock:
         recur: Callable[..., Tensor] = bound if recurrence == "recurrent" else paged_chunked
         self.recur = partial(recur, eps=spec.norm_eps, act=spec.out_gate, lower=spec.lower)
 
-    def _pair(self, params: Params, name: str, low_rank: bool) -> Unary:
-        """The projection ``name``, or the low-rank pair ``name_a``, ``name_b`` without anything in between."""
-        if not low_rank:
-            return self.site.linear(params, name)
-        first, second = self.site.linear(params, f"{name}_a"), self.site.linear(params, f"{name}_b")
-        return lambda x: second(first(x))
-
-    def _decay(self, params: Params) -> Unary:
-        """x [T, dim] -> raw decay [T, H, K] (per channel) or [T, H] (per head)."""
-        spec = self.spec
-        if spec.decay == "head":
-            return self._pair(params, "a", False)
-        raw = self._pair(params, "f", spec.decay_rank is not None)
-        return lambda x: raw(x).unflatten(-1, (spec.heads, spec.key_dim))
+    def _rest(self, params: Params, names: tuple[str, ...]) -> Unary:
+        """What follows the projection ``names[0]``: the second of a low-rank pair, or nothing."""
+        return self.site.linear(params, names[1]) if len(names) > 1 else lambda x: x
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
         """x [T, dim] -> [T, dim]; replaces the state and the convolution windows of every sequence in the step."""
-        q_TC, k_TC, v_TC = (self.project[part](x_TD) for part in ("q", "k", "v"))
-        raw = Raw(q_TC, k_TC, v_TC, self.decay(x_TD), self.beta(x_TD), self.out_gate(x_TD))
+        q_TC, k_TC, v_TC, decay, gate, beta_TH = self.project(x_TD)
+        z = self.decay(decay)
+        if self.spec.decay == "channel":
+            z = z.unflatten(-1, (self.spec.heads, self.spec.key_dim))
+        raw = Raw(q_TC, k_TC, v_TC, z, beta_TH, self.out_gate(gate))
         return self.o(self.recur(raw, self.weights, self._kept(view)).flatten(-2))
 
     def _kept(self, view: StepView) -> Kept:
@@ -72,3 +66,8 @@ class DeltaBlock:
         return Kept(
             state.rows, q.rows, k.rows, v.rows, state.table, view.query_start, view.start, view.spans, settled=True
         )
+
+
+def _pair(name: str, rank: int | None) -> tuple[str, ...]:
+    """Names of a projection: one, or a low-rank pair without anything in between."""
+    return (name,) if rank is None else (f"{name}_a", f"{name}_b")

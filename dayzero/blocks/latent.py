@@ -50,13 +50,13 @@ class LatentBlock:
         self, spec: MLA, params: Params, site: Site, *, form: Form = "absorbed", keep_lists: bool = True
     ) -> None:
         self.spec, self.site, self.form = spec, site, form
-        self.q_a: Unary | None = None
-        if spec.q_rank is None:
-            self.q_b = site.linear(params, "q")
-        else:
-            self.q_a, self.q_b = site.linear(params, "q_a"), site.linear(params, "q_b")
+        gate = ("gate",) if spec.gate else ()
+        # What is made of x alone: one product, where a variant takes weights side by side.
+        self.project = site.linears(params, ("q" if spec.q_rank is None else "q_a", "kv_a", *gate))
+        self.q_b: Unary | None = None
+        if spec.q_rank is not None:
+            self.q_b = site.linear(params, "q_b")
             self.q_norm = site.norm(spec.norm(spec.q_rank), params, "q_a_norm")
-        self.kv_a = site.linear(params, "kv_a")
         self.kv_norm = site.norm(spec.norm(spec.kv_rank), params, "kv_a_norm")
         self.kv_b = params["kv_b"]
         self.o = site.linear(params, "o")
@@ -67,7 +67,6 @@ class LatentBlock:
         # The reference is the operators one by one: those that are bound to them do the work.
         self.fused = None if fused is write_latent.body else fused
         self.rope = site.rope(spec.rope)
-        self.gate_of = site.linear(params, "gate") if spec.gate else None
         self.gate = site.op("attention.gate", "gate") if spec.gate else None
         self.index: Generator | None = None
         if spec.index is not None and not spec.index.shared:
@@ -87,20 +86,21 @@ class LatentBlock:
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
         """x [T, dim] -> [T, dim]; appends the step's latent rows, and index keys where the layer has an indexer."""
         spec = self.spec
-        query_TR = x_TD if self.q_a is None else self.q_norm(self.q_a(x_TD))
-        q_THD = self.q_b(query_TR).unflatten(-1, (spec.heads, spec.q_dim))
+        q_TC, kv_TC, *gate = self.project(x_TD)
+        query_TR = x_TD if self.q_b is None else self.q_norm(q_TC)
+        q_THD = (q_TC if self.q_b is None else self.q_b(query_TR)).unflatten(-1, (spec.heads, spec.q_dim))
         if spec.rope is not None:
             q_nope, q_shared = q_THD.split((spec.nope, spec.shared), dim=-1)
             q_THD = torch.cat((q_nope, self.rope(q_shared, view.positions)), dim=-1)
         store = cast(TokenStore, view.stores[self.site.part("latent")])
-        self._keep(self.kv_a(x_TD), store, view)
+        self._keep(kv_TC, store, view)
         selected_TA = self._select(x_TD, query_TR, view)
         if self.form == "absorbed":
             out_THV = self._absorbed(q_THD, store.pages(view), selected_TA)
         else:
             out_THV = self._expanded(q_THD, store, view, selected_TA)
-        if self.gate is not None and self.gate_of is not None:
-            out_THV = self.gate(out_THV, self.gate_of(x_TD))
+        if self.gate is not None:
+            out_THV = self.gate(out_THV, *gate)
         return self.o(out_THV.flatten(-2))
 
     def _keep(self, kv_TC: Tensor, store: TokenStore, view: StepView) -> None:

@@ -6,6 +6,7 @@ T tokens, D model width, E experts, N chosen experts a token, W width the expert
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -73,15 +74,20 @@ class MoEBlock:
             eps=RENORMALISE_EPS,
         )  # fmt: skip
         self.site.show_layer("experts", ids_TN)
-        if self.fetched is not None:
-            self.fetched.expect([e for e in ids_TN.unique().tolist() if e >= 0])
         x_TW = x_TD if self.latent_down is None else self.latent_down(x_TD)
-        out = self.experts(x_TW, ids_TN, weights_TN, *self.weights, self.act_args, biases=self.biases)
+        chosen = partial(self._chosen, x_TW, ids_TN, weights_TN)
+        out = chosen() if self.fetched is None else view.on_host(chosen, x_TW)
         if self.latent_norm is not None:
             out = self.latent_norm(out)
         if self.latent_up is not None:
             out = self.latent_up(out)
         return out if self.shared is None else out + self._shared(self.shared, x_TD, view)
+
+    def _chosen(self, x_TW: Tensor, ids_TN: Tensor, weights_TN: Tensor) -> Tensor:
+        """[T, W] what the chosen experts make of x; those that are fetched are asked for by the host."""
+        if self.fetched is not None:
+            self.fetched.expect([e for e in ids_TN.unique().tolist() if e >= 0])
+        return self.experts(x_TW, ids_TN, weights_TN, *self.weights, self.act_args, biases=self.biases)
 
     def _shared(self, shared: GLUBlock, x_TD: Tensor, view: StepView) -> Tensor:
         out_TD = shared.forward(x_TD, view)

@@ -13,9 +13,10 @@ from dayzero.arch.spec import ModelSpec
 from dayzero.checkpoint.config_json import read_object, stated_dtype
 from dayzero.checkpoint.coverage import Coverage, cover
 from dayzero.checkpoint.index import Index, read_index
+from dayzero.checkpoint.seeded_source import SeededSource
 from dayzero.checkpoint.source import Source, open_source
 from dayzero.checkpoint.stream import Loader
-from dayzero.errors import CheckpointError, ConfigError
+from dayzero.errors import CheckpointError, ConfigError, UsageError
 from dayzero.models.blueprint import blueprint, refuse, require_recipe
 from dayzero.models.recipe import Recipe
 
@@ -46,6 +47,8 @@ def open_model(where: str, *, recipe: str | None = None, dtype: torch.dtype | No
     than claimed.
     """
     source = open_source(where)
+    if isinstance(source, SeededSource):
+        raise UsageError(f"{where} has no files of weights to read or compare; serve, chat, bench and profile run it.")
     if not source.exists(CONFIG) and CONFIG not in source.not_files:
         raise ConfigError(f"{where} has no {CONFIG}; download the publisher's beside the weights.")
     config, repeated = read_object(source, CONFIG)

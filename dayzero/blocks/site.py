@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dayzero.arch.norms import Activation, Norm
 from dayzero.arch.rope import Rope
-from dayzero.ops.bind import bind, chosen, prepack_of
+from dayzero.ops.bind import bind, prepack_of
+from dayzero.ops.bindings import chosen
 from dayzero.ops.catalog import CATALOG, Catalog
 
 Bind = Callable[[str, str], Callable[..., Any]]  # (contract, site) -> function

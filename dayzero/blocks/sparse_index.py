@@ -81,7 +81,10 @@ class LocalIndexBlock:
         self.spec, self.generate = spec, site.op("sparse_index.window", "select")
 
     def select(self, x_TD: Tensor, query_TR: Tensor, view: StepView) -> Tensor:
-        own_T = torch.cat([torch.arange(s.start, s.start + s.count, device=x_TD.device) for s in view.spans])
+        if view.num_single == len(view.spans):  # as in a recorded step, where only the device knows where rows stand
+            own_T = view.start.long()
+        else:
+            own_T = torch.cat([torch.arange(s.start, s.start + s.count, device=x_TD.device) for s in view.spans])
         return self.generate(own_T, window=self.spec.window, sinks=self.spec.sinks)
 
 

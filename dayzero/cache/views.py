@@ -18,6 +18,7 @@ from torch import Tensor
 from dayzero.cache.layout import ALIGN_BYTES as UNIT_BYTES
 from dayzero.cache.layout import Group, Layout, Place
 from dayzero.decl import PackedRow
+from dayzero.units import ceil_div
 from dayzero.view import Codec, Paged, Span, States, StateStore, StepView, TokenStore, Write
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -102,14 +103,22 @@ class PoolStates:
 
 class PoolViews:
     """The pool's memory and every store over it. poison: fill it with NaN first (debug, tests). codec_of: what reads
-    and writes packed rows (``ops/records``)."""
+    and writes packed rows (``ops/records``). scratch_tokens: behind the slabs, out of the manager's reach, each token
+    group has blocks for so many tokens: where rows that only pad a step are written, and read."""
 
     def __init__(
         self, layout: Layout, num_slabs: int, *, device: str = "cpu", poison: bool = False, checked: bool = False,
-        codec_of: CodecOf = lambda packed: None,
+        codec_of: CodecOf = lambda packed: None, scratch_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.layout = layout
         size = num_slabs * layout.slab_bytes
+        self.scratch: dict[str, np.ndarray] = {}  # group -> device numbers of its scratch blocks, int32
+        for group in layout.token_groups:
+            blocks = ceil_div(scratch_tokens, group.page_tokens)
+            step = group.block_bytes // UNIT_BYTES
+            self.scratch[group.name] = (size // UNIT_BYTES + step * np.arange(blocks)).astype(np.int32)
+            size += blocks * group.block_bytes
+        self._scratch_begin = num_slabs * layout.slab_bytes
         self.pool = torch.empty(size, dtype=torch.uint8, device=device)
         if poison:
             self.pool.fill_(NOT_A_NUMBER)
@@ -120,6 +129,10 @@ class PoolViews:
         self.stores: Mapping[str, TokenStore | StateStore] = {
             **own, **{need: own[owner] for need, owner in layout.aliases.items()}
         }  # fmt: skip
+
+    def poison_scratch(self) -> None:
+        """Fill the scratch blocks with NaN."""
+        self.pool[self._scratch_begin :].fill_(NOT_A_NUMBER)
 
     def copy_blocks(self, group: str, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole blocks, source[i] -> target[i] (block ids of the manager)."""

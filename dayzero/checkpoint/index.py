@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from dayzero.checkpoint.header import AGAIN, TensorEntry, finding, header_length, parse_header
-from dayzero.checkpoint.source import Source, in_order
+from dayzero.checkpoint.ranges import in_order
+from dayzero.checkpoint.source import Source
 from dayzero.errors import CheckpointError
 from dayzero.finding import Finding
 from dayzero.units import GIB

@@ -11,24 +11,22 @@ import os
 import re
 import stat
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any, TypeVar
 
+from dayzero.checkpoint.ranges import in_order, merge_ranges
 from dayzero.errors import CheckpointError, UsageError
 from dayzero.units import MIB
 
-T = TypeVar("T")
+Bytes = TypeVar("Bytes", bytes, memoryview)
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"})
 MAX_DEPTH = 4  # folders below the checkpoint's own; deeper is not part of a checkpoint, and ends loops of links
 MAX_TEXT_BYTES = 256 * MIB  # the largest tokenizer has a tenth of it
-MAX_SPAN_BYTES = 64 * MIB  # one merged read: bounds memory when many neighbouring ranges are asked for
 CONFIG = "config.json"
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
@@ -100,10 +98,24 @@ class Source(ABC):
         listed, or it has become shorter. Nothing is allocated for a range that lies outside the file.
         """
         self._check_range(file, start, length)
-        if length == 0:
-            return b""
+        return self._counted(file, start, length, partial(self._fetch, file, start, length)) if length else b""
+
+    def read_into(self, file: str, start: int, into: memoryview) -> None:
+        """Exactly ``len(into)`` bytes of a file from ``start`` on, written to ``into`` (of bytes). Errors: as ``read``;
+        what ``into`` holds then is not said."""
+        self._check_range(file, start, len(into))
+        if len(into):
+            self._counted(file, start, len(into), partial(self._fetch_into, file, start, into))
+
+    def _fetch_into(self, file: str, start: int, into: memoryview) -> memoryview:
+        """As ``_fetch``: the part of ``into`` that was filled."""
+        data = self._fetch(file, start, len(into))
+        into[: len(data)] = data
+        return into[: len(data)]
+
+    def _counted(self, file: str, start: int, length: int, fetch: Callable[[], Bytes]) -> Bytes:
         try:
-            data = self._fetch(file, start, length)
+            data = fetch()
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{file} of {self.name} disappeared while it was being read (at byte {start}); "
@@ -187,6 +199,13 @@ class LocalSource(Source):
                 got += len(data)
             return b"".join(pieces)
 
+    def _fetch_into(self, file: str, start: int, into: memoryview) -> memoryview:
+        with open(self.path(file), "rb", buffering=0) as handle:
+            got = 0
+            while got < len(into) and (more := os.preadv(handle.fileno(), [into[got:]], start + got)):
+                got += more
+        return into[:got]
+
     def stamp(self, file: str) -> str:
         try:
             return f"mtime_ns:{os.stat(self.path(file)).st_mtime_ns}"
@@ -216,13 +235,17 @@ class LocalSource(Source):
 
 
 def open_source(where: str, *, store_options: Mapping[str, Any] | None = None) -> Source:
-    """The source a user named: a folder, a .json file that is a config alone, ``s3://bucket/prefix``, or a hub id
-    ``org/name[@revision]``.
+    """The source a user named: a folder, a .json file that is a config alone, ``s3://bucket/prefix``, a hub id
+    ``org/name[@revision]``, or ``seeded:`` before any of these, for a config whose weights are made.
 
     store_options: arguments of the object store's client (endpoint, keys, region, client_options); what is absent the
     client takes from its own surroundings. UsageError when ``where`` is no checkpoint, or one whose weights are only
     pickles, which nothing here reads; MachineError when a package or the network is missing.
     """
+    if where.startswith("seeded:"):
+        from dayzero.checkpoint.seeded_source import SeededSource
+
+        return SeededSource(where)
     if where.startswith("s3://"):
         from dayzero.checkpoint.remote import StoreSource
 
@@ -327,27 +350,6 @@ def _list_folder(root: Path, depth: int, not_files: dict[str, str], prefix: str 
     return found
 
 
-def merge_ranges(ranges: Sequence[tuple[int, int]], gap_bytes: int) -> list[tuple[int, int, list[int]]]:
-    """(start, end, places in ``ranges``) of the reads that cover all (start, length) ranges, by rising start.
-
-    Neighbours at most gap_bytes apart are merged while the read stays within MAX_SPAN_BYTES. Empty ranges are left out.
-    """
-    spans: list[tuple[int, int, list[int]]] = []
-    for place in sorted(range(len(ranges)), key=lambda i: ranges[i]):
-        start, length = ranges[place]
-        end = start + length
-        if not length:
-            continue
-        if spans:
-            first, last, members = spans[-1]
-            if start - last <= gap_bytes and (max(last, end) - first <= MAX_SPAN_BYTES or end <= last):
-                members.append(place)
-                spans[-1] = (first, max(last, end), members)
-                continue
-        spans.append((start, end, [place]))
-    return spans
-
-
 def read_together(source: Source, extents: Sequence[tuple[str, int, int]]) -> list[memoryview]:
     """Bytes of each (file, start, length), in the order asked; those that touch in a file come with one read of
     exactly their bytes, so that what is kept of it is what was asked for. Errors: as ``Source.read``."""
@@ -365,22 +367,3 @@ def read_together(source: Source, extents: Sequence[tuple[str, int, int]]) -> li
             _, start, length = extents[place]
             results[place] = memoryview(data)[start - first : start - first + length]
     return results
-
-
-def in_order(calls: Iterable[Callable[[], T]], width: int) -> Iterator[T]:
-    """Results of the calls in their order, with at most ``width`` of them running ahead of the reader."""
-    if width <= 1:
-        for call in calls:
-            yield call()
-        return
-    pool = ThreadPoolExecutor(width)
-    waiting: deque[Future[T]] = deque()
-    try:
-        for call in calls:
-            waiting.append(pool.submit(call))
-            if len(waiting) >= width:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dayzero.checkpoint.source import SHA256_HEX, Source, in_order
+from dayzero.checkpoint.ranges import in_order
+from dayzero.checkpoint.source import SHA256_HEX, Source
 from dayzero.errors import CheckpointError, UsageError
 from dayzero.finding import Finding, Verdict
 from dayzero.units import MIB
@@ -36,17 +37,25 @@ def verify_hashes(
     remembers finished files by size, stamp and digest, rewritten whole after each; an interrupted run that is started
     again reads only the rest. The digest is remembered, not the verdict, so other expected values need no reading.
     """
-    files = source.files()
     wanted = {file: expected[file].lower() for file in sorted(expected)}
-    present = [file for file in wanted if file in files]
+    present = [file for file in wanted if file in source.files()]
+    digests, findings = file_digests(source, present, state_path, progress)
+    return findings + compare_hashes(source, wanted, digests)
+
+
+def file_digests(
+    source: Source, files: Sequence[str], state_path: Path | None = None, progress: Progress | None = None
+) -> tuple[dict[str, str], list[Finding]]:
+    """(file -> SHA-256 in hex, findings for files that cannot be read) of files that are there; state_path as above."""
+    sizes = source.files()
     state, findings = _load_state(state_path, source.name)
-    total_bytes = sum(files[file] for file in present)
+    total_bytes = sum(sizes[file] for file in files)
     base_bytes = 0
     digests: dict[str, str] = {}
-    for file in present:
+    for file in files:
         known = state.get(file)
         try:
-            mark = {"size": files[file], "stamp": source.stamp(file)}
+            mark = {"size": sizes[file], "stamp": source.stamp(file)}
             if known is not None and all(known.get(key) == value for key, value in mark.items()):
                 digests[file] = known["sha256"]
             else:
@@ -59,10 +68,10 @@ def verify_hashes(
         except CheckpointError as error:
             digests.pop(file, None)
             findings.append(_finding("unreadable", "fail", str(error), [file], remedy="run again once it is complete"))
-        base_bytes += files[file]
+        base_bytes += sizes[file]
         if progress is not None:
             progress(base_bytes, total_bytes)
-    return findings + _compare(source, wanted, digests)
+    return digests, findings
 
 
 def sha256(source: Source, file: str, progress: Callable[[int], None] | None = None) -> str:
@@ -142,7 +151,8 @@ def _shifted(progress: Progress, base_bytes: int, total_bytes: int) -> Callable[
     return lambda done: progress(base_bytes + done, total_bytes)
 
 
-def _compare(source: Source, wanted: Mapping[str, str], digests: Mapping[str, str]) -> list[Finding]:
+def compare_hashes(source: Source, wanted: Mapping[str, str], digests: Mapping[str, str]) -> list[Finding]:
+    """Findings on ``digests``, file -> SHA-256, against ``wanted``, which has all of these files."""
     files = source.files()
     findings = []
     for file, digest in digests.items():

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import MISSING, dataclass, fields
 from importlib.util import find_spec
@@ -101,6 +101,7 @@ def run(options: BenchArguments, console: Console) -> int:
     TARGET is a running OpenAI-compatible server, or a checkpoint that is served for the run. Every answer's token
     counts are checked. With --baseline, exit 1 when a figure is worse beyond the noise of the repeats.
     """
+    from dayzero.acceptance.files import write_json
     from dayzero.acceptance.load import judge, plot
     from dayzero.acceptance.load import report as reports
 
@@ -110,7 +111,7 @@ def run(options: BenchArguments, console: Console) -> int:
     if bench.baseline is not None:
         report.findings += judge.check_baseline(report, bench.baseline, options.min_change)
     if options.out is not None:
-        reports.write_json(options.out, report)
+        write_json(options.out, report)
     if options.plot is not None:
         plot.draw(report, options.plot)
     reports.show(report, console)
@@ -234,8 +235,9 @@ async def _measure(bench: _Bench, console: Console) -> LoadReport:
         levels = [LevelReport(level) for level in bench.levels]
         how = "in-process" if options.in_process else "http"
         report = LoadReport(
-            options.source, under.model, how, under.prompts.kind, workload, levels, start_seconds=under.start_seconds
-        )
+            options.source, under.model, how, under.prompts.kind, workload, levels, start_seconds=under.start_seconds,
+            expert_choice=(under.facts or {}).get("expert_choice"),
+        )  # fmt: skip
         if bench.baseline is not None:
             comparable(report, bench.baseline)
         first = requests(workload, Level(concurrency=1), "warm-up", under.prompts)
@@ -265,6 +267,7 @@ class _Under:
     model: str
     began: float | None = None
     start_seconds: float | None = None
+    facts: Mapping[str, Any] | None = None  # of an engine that was started for this
 
 
 @asynccontextmanager
@@ -300,7 +303,7 @@ async def _target(bench: _Bench, console: Console) -> AsyncIterator[_Under]:
         if started is None:
             yield _Under(driver, prompts, body.model)
         else:
-            yield _Under(driver, prompts, body.model, started.began, started.start_seconds)
+            yield _Under(driver, prompts, body.model, started.began, started.start_seconds, started.facts)
 
 
 @asynccontextmanager
@@ -319,7 +322,8 @@ async def _engine(bench: _Bench) -> AsyncIterator[_Under]:
         info = await engine.wait_ready()
         special = chat.tokenizer.special_ids if chat.tokenizer is not None else frozenset[int]()
         prompts = _prompts(bench, Served(info.family, own=True, vocab=info.vocab, special=special))
-        yield _Under(EngineDriver(engine, options.timeout), prompts, info.family, began, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        yield _Under(EngineDriver(engine, options.timeout), prompts, info.family, began, seconds, info.facts)
     finally:
         await engine.close()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dayzero.commands.frame import CacheOption, RecipeOption, SourceArgument
+from dayzero.commands.frame import BindOption, CacheOption, ExpertInputsOption, RecipeOption, SourceArgument
 from dayzero.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,20 +47,16 @@ class EngineArguments:
     image_cache_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Encoded images kept for later requests.")] = (
         "1GiB"
     )
-    bindings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--bind", metavar="CONTRACT[@SITE]=VARIANT", help="Run this variant; may be repeated. *=reference: none."
-        ),
-    ] = None
+    bindings: BindOption = None
     expert_memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", show_default="all", help="For routed experts; the others are read when chosen."),
     ] = None
-    expert_inputs: Annotated[
-        str, typer.Option(metavar="bf16|fp8_128", help="What inputs of routed experts are rounded to.")
-    ] = "bf16"
+    expert_inputs: ExpertInputsOption = "bf16"
     cache: CacheOption = "bf16"
+    graphs: Annotated[
+        str, typer.Option(metavar="auto|off", help="On a GPU: record steps of one token a row as CUDA graphs.")
+    ] = "auto"
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE.jinja", help="Chat template in the place of the checkpoint's.")
     ] = None
@@ -97,7 +93,7 @@ def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> Launc
     """The LaunchSpec of these options. stop_ids: of the chat format. UsageError for wrong values."""
     from dayzero.engine.config import EngineConfig
     from dayzero.engine.launch import LaunchSpec
-    from dayzero.ops.bind import parse_bindings
+    from dayzero.ops.bindings import parse_bindings
 
     if arguments.dtype not in ("auto", "float32", "bfloat16"):
         raise UsageError(f"--dtype {arguments.dtype}: give auto, float32 or bfloat16.")
@@ -107,6 +103,8 @@ def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> Launc
         raise UsageError("--allow-remote-code runs code only with --upstream; a recipe never needs it.")
     if arguments.upstream and (arguments.expert_memory is not None or arguments.expert_inputs != "bf16"):
         raise UsageError("--expert-memory and --expert-inputs need a recipe; leave them or --upstream out.")
+    if arguments.graphs not in ("auto", "off"):
+        raise UsageError(f"--graphs {arguments.graphs}: give auto or off.")
     if arguments.upstream and arguments.cache != "bf16":
         raise UsageError("--cache needs a recipe; leave it or --upstream out.")
     config = EngineConfig(
@@ -126,6 +124,7 @@ def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> Launc
         expert_inputs=arguments.expert_inputs,  # type: ignore[arg-type]
         cache=arguments.cache,
         seed=arguments.seed,
+        graphs=arguments.graphs,  # type: ignore[arg-type]
         debug=arguments.check_engine,
     )
     return LaunchSpec(

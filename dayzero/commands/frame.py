@@ -67,7 +67,11 @@ ExpertInputsOption = Annotated[
     str, typer.Option(metavar="bf16|fp8_128", help="What inputs of routed experts are rounded to.")
 ]
 SourceArgument = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="A folder, a config (.json), s3://bucket/prefix, or a hub id if online.")
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A folder, a config (.json), s3://bucket/prefix, a hub id if online, or seeded:CONFIG (weights are made).",
+    ),
 ]
 
 

@@ -105,6 +105,10 @@ def _hosts(arguments: ServeArguments) -> tuple[str, ...]:
 
 def _name_of(source: str) -> str:
     """What requests call the model unless told otherwise: the folder's name, or the hub id."""
+    from dayzero.checkpoint.seeded_source import SEEDED, served_name
+
+    if source.startswith(SEEDED):
+        return served_name(source)
     if Path(source).exists():
         return Path(source).resolve().name or "model"
     return source.split("://", 1)[-1].rstrip("/") or "model"

@@ -13,6 +13,7 @@ from dayzero.errors import UsageError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ExpertInputs = Literal["bf16", "fp8_128"]
+Graphs = Literal["auto", "off", "static"]
 
 _MAX_PAGE_TOKENS = 1024
 
@@ -33,8 +34,10 @@ class EngineConfig:
     held. expert_inputs: format that inputs of routed experts are rounded to. cache: what tokens' rows are kept in:
     ``bf16`` (the activations' own type), ``fp8``, or records by kind of rows (``arch.record_choice``). seed: where
     requests without a seed of their own draw it from. run_ahead: schedule each step before the result of the one before
-    is known; None: where the executor computes while the host goes on. debug: check invariants and bounds after every
-    call, slowly.
+    is known; None: where the executor computes while the host goes on. graphs: record steps whose rows have one token
+    each and replay them: ``auto`` on accelerators, as far as the plan's operators can be captured; ``static`` calls the
+    same work again, on any device, to show that recording changes nothing. debug: check invariants and bounds after
+    every call, slowly.
     """
 
     max_running: int = 64
@@ -55,6 +58,7 @@ class EngineConfig:
     cache: str = "bf16"
     seed: int = 0
     run_ahead: bool | None = None
+    graphs: Graphs = "auto"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -78,6 +82,8 @@ class EngineConfig:
         if self.expert_inputs not in get_args(ExpertInputs):
             known = ", ".join(get_args(ExpertInputs))
             raise UsageError(f"expert_inputs is {self.expert_inputs!r}; it must be one of {known}")
+        if self.graphs not in get_args(Graphs):
+            raise UsageError(f"graphs is {self.graphs!r}; it must be one of {', '.join(get_args(Graphs))}")
         if not isinstance(self.cache, str):
             raise UsageError(f"cache is {self.cache!r}; it must be bf16, fp8 or KIND=RECORD,…")
         parse_records(self.cache)

@@ -78,6 +78,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float] = {}  # preemptions, prefix_queries, prefix_hits (tokens), recomputed_tokens, bad_rows…
     loaded: float = 0.0  # bytes of weights read so far, while loading
     to_load: float = 0.0
+    recorded: int = 0  # steps recorded so far, behind the weights
+    to_record: int = 0
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True):

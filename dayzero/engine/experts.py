@@ -18,7 +18,7 @@ from dayzero.decl import MXFP4_PACK, Mxfp4
 from dayzero.engine.residency import LEAST_EXPERTS, Expert, FetchedStack, Residency
 from dayzero.errors import UsageError
 from dayzero.ops import experts_fp8
-from dayzero.ops.bind import chosen, resolve
+from dayzero.ops.bindings import chosen
 from dayzero.ops.catalog import Catalog, Line
 from dayzero.ops.experts_fp8 import Ring
 from dayzero.ops.experts_mxfp4 import groups_outside
@@ -156,7 +156,7 @@ def keep_experts(
 
 
 def _ring(model: LoadedModel, lines: Mapping[str, Line], packed: frozenset[str]) -> Ring | None:
-    bound = [site for site, line in lines.items() if line.packed and resolve(line) is experts_fp8.ring]
+    bound = [site for site, line in lines.items() if line.ring]
     for site in bound:
         others = [name for name in (f"{site}.{matrix}" for matrix in MATRICES) if name not in packed]
         if others:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dayzero.arch.vision import PatchTower
+from dayzero.engine.packed import put
 from dayzero.engine.request import Image
 from dayzero.engine.step import NewSlot, Step
 from dayzero.view import Inserted, StepView
@@ -56,25 +57,38 @@ class Images:
         self.queries = self.hits = 0
         return counts
 
+    def stands_in(self, step: Step) -> bool:
+        """Whether rows of an image stand in the step."""
+        return any(
+            row.start < image.first + image.tokens and image.first < row.start + row.count
+            for row in step.rows
+            for image in self._of(row.slot)
+        )
+
+    def positions(self, step: Step) -> np.ndarray | None:
+        """[3, T] of the step's tokens, where the tower's places ask for them; None where all are those in sequences."""
+        if self._tower.place != "grid" or not any(row.slot in self._slots for row in step.rows):
+            return None
+        parts = [grid_positions(self._of(row.slot), row.start, row.count) for row in step.rows]
+        return np.concatenate(parts, axis=1)
+
+    def _of(self, slot: int) -> tuple[Image, ...]:
+        return self._slots[slot].images if slot in self._slots else ()
+
     def placed(self, step: Step, view: StepView) -> StepView:
         """The view with rows of images in it, and with positions [3, T] where the tower's places ask for them."""
         inserted: list[Inserted] = []
         for row, span in zip(step.rows, view.spans, strict=True):
             held = self._slots.get(row.slot)
-            for number, image in enumerate(held.images if held else ()):
+            for number, image in enumerate(self._of(row.slot)):
                 begin = max(row.start, image.first)
                 end = min(row.start + row.count, image.first + image.tokens)
                 if held is not None and begin < end:
                     rows_MD = self._rows(held, number, done=end == image.first + image.tokens)
                     part = rows_MD[begin - image.first : end - image.first]
                     inserted.append(Inserted(span.first + begin - row.start, part))
-        positions = view.positions
-        if self._tower.place == "grid" and any(row.slot in self._slots for row in step.rows):
-            parts = [
-                grid_positions(self._slots[row.slot].images if row.slot in self._slots else (), row.start, row.count)
-                for row in step.rows
-            ]
-            positions = torch.from_numpy(np.concatenate(parts, axis=1)).to(positions.device)
+        found = self.positions(step)
+        positions = view.positions if found is None else put(view.positions.device, at=found)["at"]
         return replace(view, inserted=tuple(inserted), positions=positions)
 
     def _rows(self, held: _Held, number: int, done: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -14,24 +14,31 @@ from torch import Tensor
 from dayzero.arch.record_choice import records_text, with_records
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.open import LoadedModel, open_model
-from dayzero.blocks.site import prepacker
+from dayzero.blocks.site import Bind, prepacker
 from dayzero.blocks.stack import Load, Stack
 from dayzero.cache.layout import Dtype, Layout, lay_out
 from dayzero.cache.manager import CacheManager
+from dayzero.checkpoint.seeded_source import SEEDED
 from dayzero.decl import Mxfp4
 from dayzero.engine.api import EngineInfo
+from dayzero.engine.buckets import RecordingPlan, host_sites, plan_recording
+from dayzero.engine.choose import DRAW
+from dayzero.engine.choose import USES as SAMPLING
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.experts import KeptExperts, keep_experts
 from dayzero.engine.launch import LaunchSpec, LoadProgress
 from dayzero.engine.media import image_info
-from dayzero.errors import MachineError, UsageError
-from dayzero.ops.bind import bound_uses, load_entry_points
-from dayzero.ops.catalog import REFERENCE
-from dayzero.planner.bindings import choose
+from dayzero.engine.recorded import reserved_bytes
+from dayzero.engine.seeded import open_seeded, seeded_rows
+from dayzero.errors import MachineError
+from dayzero.ops.bind import load_entry_points
+from dayzero.ops.bindings import chosen
+from dayzero.planner.bindings import decide
 from dayzero.planner.detect import Kind, detect, free_bytes
 from dayzero.planner.experts import with_expert_inputs
 from dayzero.planner.image_processor import read_pixel_rule
 from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from dayzero.planner.variants import binding_rows
 from dayzero.units import bytes_text, counted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,12 +48,14 @@ DEVICE_POOL_SHARE = 0.9  # of an accelerator, which nobody else uses; the rest i
 MOST_POOL_BYTES = 8 << 30  # unless the caller asks for more
 UNBOUNDED_TOKENS = 1 << 40
 LEAST_TOKENS = 2  # one of a prompt, one of an answer
-EVERYWHERE = "*"
+
+Watch = Callable[[ModelSpec, Bind], Bind]  # operators as they are to be called, from operators as they are bound
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run. device: ``cpu`` or ``cuda``."""
+    """A model ready to run. device: ``cpu`` or ``cuda``. recording: how its steps are recorded, and graph_bytes: what
+    was left for that beside the pool. draws_on_device: whether tokens are drawn without asking the host."""
 
     device: str
     model: LoadedModel
@@ -55,49 +64,53 @@ class Loaded:
     num_slabs: int
     info: EngineInfo
     experts: KeptExperts
+    recording: RecordingPlan
+    graph_bytes: int
+    draws_on_device: bool
 
 
-def load_model(launch: LaunchSpec, progress: LoadProgress | None = None) -> Loaded:
+def load_model(launch: LaunchSpec, progress: LoadProgress | None = None, watch: Watch | None = None) -> Loaded:
     """Read every parameter once, bound to the operators the plan chose. Errors: those of ``open_model``; UsageError
     for bindings; MachineError when weights or one sequence do not fit into memory."""
     config = launch.config
     catalog, _ = load_entry_points()
-    model = open_model(launch.source, recipe=launch.recipe, dtype=DTYPES.get(config.dtype))
-    model, images = _with_images(model)
+    hardware, _ = detect(cast(Kind, launch.device))
+    model, images = _with_images(_opened(launch, hardware.target))
     model = replace(model, spec=with_records(with_expert_inputs(model.spec, config.expert_inputs), config.cache))
     dtype = model.loader.dtype
-    hardware, _ = detect(cast(Kind, launch.device))
-    asked = dict(config.bindings)
-    uses = model.spec.contracts()
-    everywhere = asked.pop(EVERYWHERE, None)
-    if everywhere not in (None, REFERENCE):
-        raise UsageError(
-            f"binding *={everywhere}: * goes with {REFERENCE} alone; name the contracts to bind {everywhere}."
-        )
-    if everywhere == REFERENCE:
-        bindings: Mapping[str, str] = {}
-    else:
-        bindings = choose(uses, hardware, ELEMENTS[dtype], catalog)
-    moved = bound_uses(asked, uses, catalog)
-    # What is asked for holds against what would be chosen, a reference too: ``moved`` names only other variants.
-    left = {place: variant for place, variant in bindings.items() if not _asked(place, asked)}
-    bindings = left | moved
+    uses = (*model.spec.contracts(), *SAMPLING)
+    bindings = decide(uses, hardware, ELEMENTS[dtype], dict(config.bindings), catalog)
     experts = keep_experts(model, bindings, catalog, config.expert_bytes)
     load = partial(_placed, experts.load, hardware.target)
-    stack = Stack(model.spec, load, bind=experts.bind, prepack=prepacker(bindings, catalog))
-    total = float(experts.bytes_to_load(sum(entry.nbytes for entry in model.index.entries.values())))
+    bind = experts.bind if watch is None else watch(model.spec, experts.bind)
+    stack = Stack(model.spec, load, bind=bind, prepack=prepacker(bindings, catalog))
+    total = float(experts.bytes_to_load(model.index.total_bytes))
     for _ in stack.load_all():
         if progress is not None:
             progress(float(model.loader.bytes_read), total)
     layout = lay_out(model.spec.cache(), dtype=ELEMENTS[dtype], page_tokens=config.page_tokens)
-    free = max(0, free_bytes(hardware.target) - experts.bytes_to_come)
+    cut = experts.sites if experts.residency is not None else ()
+    recording = plan_recording(config, hardware.target, host_sites(model.spec, uses, bindings, catalog, cut))
+    draws = hardware.target != "cpu" and chosen(DRAW.contract, DRAW.site, bindings, catalog).graph
+    graph_bytes = reserved_bytes(stack, layout, config, recording, hardware.target)
+    free = max(0, free_bytes(hardware.target) - experts.bytes_to_come - graph_bytes)
     num_slabs = _pool_slabs(layout, config, model.spec, free, hardware.target)
     info = _info(launch, model, layout, num_slabs, bindings, experts)
     info = msgspec.structs.replace(info, table=[info.table[0], ("device", hardware.name), *info.table[1:]])
     if images is not None and model.spec.vision is not None:
         table = [*info.table, ("images", images)]
         info = msgspec.structs.replace(info, images=image_info(model.spec.vision), table=table)
-    return Loaded(hardware.target, model, stack, layout, num_slabs, info, experts)
+    return Loaded(hardware.target, model, stack, layout, num_slabs, info, experts, recording, graph_bytes, draws)
+
+
+def _opened(launch: LaunchSpec, device: str) -> LoadedModel:
+    """The model of the launch's source; where its weights are made, on ``device``."""
+    dtype = DTYPES.get(launch.config.dtype)
+    if launch.source.startswith(SEEDED):
+        return open_seeded(launch.source, recipe=launch.recipe, dtype=dtype, device=device)
+    model = open_model(launch.source, recipe=launch.recipe, dtype=dtype)
+    model.loader.place(device)
+    return model
 
 
 def _with_images(model: LoadedModel) -> tuple[LoadedModel, str | None]:
@@ -163,8 +176,9 @@ def _info(
     table = [
         ("model", f"{spec.family}, {len(spec.layers)} layers, {dtype}"),
         ("weights", bytes_text(model.loader.bytes_read)),
+        *seeded_rows(model),
         *experts.rows(),
-        *_binding_rows(bindings, spec),
+        *binding_rows(bindings, (*spec.contracts(), *SAMPLING)),
         ("pool", pool),
         *layout.lines(),
         ("longest context", f"{longest:,} tokens"),
@@ -196,24 +210,6 @@ def _pool_tokens(layout: Layout, num_slabs: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if manager.why_never(middle) is None else (low, middle)
     return low
-
-
-def _asked(place: str, asked: Mapping[str, str]) -> bool:
-    """Whether ``contract@site`` is named by what was asked for, by itself or with its contract."""
-    return place in asked or place.partition("@")[0] in asked
-
-
-def _binding_rows(bindings: Mapping[str, str], spec: ModelSpec) -> list[tuple[str, str]]:
-    """Which operators run which variant, by contract."""
-    found: dict[str, dict[str, int]] = {}
-    for use in spec.contracts():
-        variant = bindings.get(f"{use.contract}@{use.site}", bindings.get(use.contract, REFERENCE))
-        counts = found.setdefault(use.contract, {})
-        counts[variant] = counts.get(variant, 0) + 1
-    return [
-        (f"operator {contract}", ", ".join(f"{variant} at {counted(n, 'site')}" for variant, n in counts.items()))
-        for contract, counts in sorted(found.items())
-    ]
 
 
 def _prefix_row(layout: Layout, config: EngineConfig) -> str:

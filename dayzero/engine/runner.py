@@ -1,15 +1,19 @@
-"""The local runner: one process, one device, steps computed where they are asked for.
+"""The local runner: one process, one device.
 
-On a CPU a step is computed inside ``result``: the scheduler has planned the next one by then, and nothing competes with
-the operators for the cores.
+On an accelerator a step is asked for where it is submitted, and nothing is waited for before its result is. On a CPU it
+is computed inside ``result``: the scheduler has planned the next one by then, and nothing competes with the operators
+for the cores.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,48 +21,101 @@ from dayzero.blocks.stack import Stack
 from dayzero.cache.layout import Layout
 from dayzero.cache.views import PoolViews
 from dayzero.engine.api import EngineInfo
-from dayzero.engine.choose import Chooser
+from dayzero.engine.buckets import table_widths
+from dayzero.engine.choose import Best, Choice, Chooser, to_host
 from dayzero.engine.executor import Late
+from dayzero.engine.graphs import Mark
 from dayzero.engine.images import Images
-from dayzero.engine.launch import LaunchSpec, LoadProgress
-from dayzero.engine.load import Loaded, load_model
-from dayzero.engine.slots import Slots
+from dayzero.engine.launch import LaunchSpec, LoadProgress, RecordProgress
+from dayzero.engine.load import Loaded, Watch, load_model
+from dayzero.engine.packed import put
+from dayzero.engine.recorded import Recorded, sample_ops
+from dayzero.engine.slots import Slots, spans_of
 from dayzero.engine.step import RowResult, Step, StepResult
 from dayzero.ops.records import codec_of
-from dayzero.view import StepView
 
 
 @dataclass(slots=True)
-class _Queued:
+class _Computed:
+    """What a step's forward pass was asked for. rows: numbers of those that are to be sampled; logits [S, V] of them.
+
+    best: what is known of those, in a recorded step. lost: bool [T], whether a token's hidden state is no number, on
+    its way to the host. hidden [T, D]: where log-probabilities of prompts are wanted.
+    """
+
+    rows: list[int]
+    logits_SV: Tensor | None
+    best: Best | None
+    lost_T: Tensor
+    hidden_TD: Tensor | None
+    facts: Mapping[str, float]
+    began: Mark
+    ended: Mark
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step between its submission and its result. chosen: numbers of its rows that are being sampled."""
+
     step: Step
+    began: float
     late: Late | None = None
+    computed: _Computed | None = None
+    chosen: list[int] = field(default_factory=list)
+    choice: Choice | None = None
+    sampled: Mark | None = None
 
 
 class LocalRunner:
     """Executor over a recipe's blocks. Not for several threads."""
 
-    overlaps = False  # computes inside ``result``
+    overlaps = False  # as of ``load``: whether a submitted step is computed while the host goes on
+    watch: Watch | None = None  # set before ``load`` by who wants to see operators run
+    eagerly = False  # set: no recorded step is replayed
 
     def __init__(self, launch: LaunchSpec, progress: LoadProgress | None = None) -> None:
         self._launch, self._progress = launch, progress
         self._loaded: Loaded | None = None
-        self._queue: deque[_Queued] = deque()
+        self._queue: deque[_Flight] = deque()
+        self._recorded: Recorded | None = None
 
     def load(self) -> None:
-        """Read weights, allocate the pool. Errors: those of ``open_model``; MachineError when memory does not do."""
+        """Read weights, allocate the pool, record steps. Errors: those of ``open_model``; MachineError when memory does
+        not do."""
         if self._launch.threads is not None:
             torch.set_num_threads(self._launch.threads)
-        self._loaded = loaded = load_model(self._launch, self._progress)
-        debug = self._launch.config.debug
+        self._loaded = loaded = load_model(self._launch, self._progress, self.watch)
+        config, recording = self._launch.config, loaded.recording
         self._views = PoolViews(
-            loaded.layout, loaded.num_slabs, device=loaded.device, poison=debug, checked=debug, codec_of=codec_of
-        )
-        best = loaded.stack.site.op("sample.greedy", "sample")
-        config = self._launch.config
-        self._chooser = Chooser(loaded.info.stop_ids, config.seed, config.max_running, best, loaded.device)
+            loaded.layout, loaded.num_slabs, device=loaded.device, poison=config.debug, checked=config.debug,
+            codec_of=codec_of, scratch_tokens=config.max_running if recording.how else 0,
+        )  # fmt: skip
+        self.overlaps = loaded.device == "cuda"
+        self._at_once = self.overlaps or config.graphs == "static"
+        self._chooser = Chooser(
+            loaded.info.stop_ids, config.seed, config.max_running, sample_ops(loaded.stack), device=loaded.device,
+            on_device=loaded.draws_on_device or config.graphs == "static",
+        )  # fmt: skip
         self._slots = Slots(self._views, self._chooser.newest)
         tower = loaded.stack.spec.vision
         self._images = Images(tower, self._encode, config.image_cache_bytes) if tower is not None else None
+        self._record(loaded)
+
+    def _record(self, loaded: Loaded) -> None:
+        """Record steps, where the plan says so; say in the start table what came of it."""
+        config, recording = self._launch.config, loaded.recording
+        row = f"off: {'; '.join(recording.why)}"
+        if recording.how:
+            widths = table_widths(loaded.layout, config, loaded.info.max_model_len)
+            self._recorded = Recorded(loaded.stack, self._views, self._chooser, config, widths, recording)
+            if isinstance(self._progress, RecordProgress):
+                self._recorded.record(self._progress.recording)
+            else:
+                self._recorded.record()
+            loaded.experts.take_counts()  # of padding
+            row = self._recorded.row(loaded.graph_bytes)
+        info = msgspec.structs.replace(loaded.info, table=[*loaded.info.table, ("graphs", row)])
+        self._loaded = replace(loaded, info=info)
 
     @property
     def _ready(self) -> Loaded:
@@ -82,18 +139,29 @@ class LocalRunner:
         return self._ready.stack
 
     def submit(self, step: Step) -> int:
-        self._queue.append(_Queued(step))
+        assert not self._queue or self._queue[-1].late is not None, "the step before is not sampled yet"
+        flight = _Flight(step, time.perf_counter())
+        self._queue.append(flight)
+        if self._at_once:
+            flight.computed = self._compute(step)
         return step.number
 
     def sample(self, handle: int, late: Late) -> None:
-        queued = next(one for one in self._queue if one.step.number == handle)
-        assert queued.late is None, f"step {handle} is sampled twice"
-        queued.late = late
+        flight = next(one for one in self._queue if one.step.number == handle)
+        assert flight.late is None, f"step {handle} is sampled twice"
+        flight.late = late
+        if self._at_once:
+            self._sample(flight, late)
 
     def result(self, handle: int) -> StepResult:
-        queued = self._queue.popleft()
-        assert queued.step.number == handle and queued.late is not None, f"step {handle} is asked for out of order"
-        return self._run(queued.step, queued.late)
+        flight = self._queue.popleft()
+        late = flight.late
+        assert flight.step.number == handle and late is not None, f"step {handle} is asked for out of order"
+        if not self._at_once:
+            flight.began = time.perf_counter()
+            flight.computed = self._compute(flight.step)
+            self._sample(flight, late)
+        return self._result(flight, late)
 
     def release(self, slot: int) -> None:
         self._chooser.release(slot)
@@ -106,54 +174,103 @@ class LocalRunner:
     def health(self) -> str | None:
         return None if self._loaded is not None else "the model is not loaded yet"
 
+    # --- the forward pass
+
     @torch.inference_mode()
-    def _run(self, step: Step, late: Late) -> StepResult:
-        began = time.perf_counter()
+    def _compute(self, step: Step) -> _Computed:
         for copy in step.before:
             self._views.copy_blocks(copy.group, copy.source, copy.target)
         for new in step.new:
             self._chooser.begin(new)
-        view = self._slots.view(step)
-        before = time.perf_counter()
-        if self._images is not None:
-            for new in step.new:
+            if self._images is not None:
                 self._images.begin(new)
-            view = self._images.placed(step, view)
-        hidden_TD = self.stack.forward(view)
-        computed = time.perf_counter() - before
+        why = self._why_eager(step)
+        computed = self._eager(step, why) if why else self._replayed(step)
         for copy in step.after:
             self._views.copy_blocks(copy.group, copy.source, copy.target)
-        rows = self._sample(step, view, hidden_TD, late)
-        seconds = time.perf_counter() - began
-        facts = self._ready.experts.take_counts()
-        facts |= self._images.take_counts() if self._images is not None else {}
-        return StepResult(step.number, rows, seconds, seconds - computed, facts)
+        return computed
 
-    def _sample(self, step: Step, view: StepView, hidden_TD: Tensor, late: Late) -> tuple[RowResult, ...]:
-        """Tokens of the rows that are to have one; log-probabilities of prompts where they are asked for.
+    def _why_eager(self, step: Step) -> str:
+        if self._recorded is None or self.eagerly:
+            return "off"
+        why = self._recorded.why_eager(step)
+        image = not why and self._images is not None and self._images.stands_in(step)
+        return "image" if image else why
 
-        A row with a token whose hidden state is NaN is bad, sampled or not: what it wrote into the cache is no number
-        either, and others would find it there.
-        """
-        bad = _rows_with_nan(view, hidden_TD)
-        wanted = [i for i, row in enumerate(step.rows) if row.request_id not in late.dropped]
-        results = {i: RowResult(row.request_id, bad="nan" if i in bad else None) for i, row in enumerate(step.rows)}
-        chosen = [i for i in wanted if step.rows[i].sample and i not in bad]
-        if chosen:
-            ends = [view.spans[i].first + view.spans[i].count - 1 for i in chosen]
-            logits_SV = self.stack.head(hidden_TD[torch.tensor(ends, device=hidden_TD.device)])
-            sampled = self._chooser.choose([step.rows[i] for i in chosen], logits_SV, late)
-            results.update(zip(chosen, sampled, strict=True))
-        for i in wanted:
-            row = step.rows[i]
-            if row.prompt_logprobs and i not in bad:
-                prompt = self._chooser.prompt_logprobs(row, hidden_TD[view.spans[i].rows], self.stack.head)
+    def _eager(self, step: Step, why: str) -> _Computed:
+        rows, spans = [i for i, row in enumerate(step.rows) if row.sample], spans_of(step.rows)
+        ends = np.array([spans[i].first + spans[i].count - 1 for i in rows], np.int64)
+        view, placed = self._slots.view_with(step, {"ends": ends})
+        began = self._mark()
+        if self._images is not None:
+            view = self._images.placed(step, view)
+        hidden_TD = self.stack.forward(view)
+        logits_SV = self.stack.head(hidden_TD[placed["ends"]]) if rows else None
+        facts, wanted = {f"eager_steps_{why}": 1.0}, any(row.prompt_logprobs for row in step.rows)
+        lost_T = to_host(hidden_TD.isnan().any(-1))
+        return _Computed(rows, logits_SV, None, lost_T, hidden_TD if wanted else None, facts, began, self._mark())
+
+    def _replayed(self, step: Step) -> _Computed:
+        assert self._recorded is not None
+        began = self._mark()
+        positions = None
+        if self._images is not None and self._recorded.axes == 3:
+            positions = self._images.positions(step)
+        ran = self._recorded.run(step, positions)
+        rows = [i for i, row in enumerate(step.rows) if row.sample]
+        return _Computed(rows, ran.logits_BV, ran.best, to_host(ran.lost_B), None, ran.facts, began, self._mark())
+
+    def _mark(self) -> Mark:
+        return Mark(self._ready.device)
+
+    # --- sampling, and what came of it
+
+    @torch.inference_mode()
+    def _sample(self, flight: _Flight, late: Late) -> None:
+        """Ask for tokens of the rows that are to have one."""
+        computed, rows = flight.computed, flight.step.rows
+        assert computed is not None
+        flight.chosen = [i for i in computed.rows if rows[i].request_id not in late.dropped]
+        if flight.chosen:
+            assert computed.logits_SV is not None
+            # Logits of a recorded step are those of all its rows.
+            known = computed.rows if computed.best is None else range(len(rows))
+            logits_SV, best = _picked(computed.logits_SV, computed.best, known, flight.chosen)
+            flight.choice = self._chooser.choose([rows[i] for i in flight.chosen], logits_SV, late, best)
+        flight.sampled = self._mark()
+
+    @torch.inference_mode()
+    def _result(self, flight: _Flight, late: Late) -> StepResult:
+        """A row with a token whose hidden state is NaN is bad, sampled or not: what it wrote into the cache is no
+        number either, and others would find it there."""
+        step, computed, sampled = flight.step, flight.computed, flight.sampled
+        assert computed is not None and sampled is not None
+        sampled.wait()
+        spans, lost_T = spans_of(step.rows), computed.lost_T.numpy()
+        results = [RowResult(row.request_id) for row in step.rows]
+        for i, found in zip(flight.chosen, flight.choice.results() if flight.choice else (), strict=True):
+            results[i] = found
+        some = bool(lost_T.any())
+        for i, row in enumerate(step.rows):
+            if some and bool(lost_T[spans[i].rows].any()):
+                results[i] = RowResult(row.request_id, bad="nan")
+            elif row.prompt_logprobs and row.request_id not in late.dropped:
+                assert computed.hidden_TD is not None
+                prompt = self._chooser.prompt_logprobs(row, computed.hidden_TD[spans[i].rows], self.stack.head)
                 results[i] = replace(results[i], prompt=prompt)
-        return tuple(results[i] for i in range(len(step.rows)))
+        seconds = time.perf_counter() - flight.began
+        on_device = min(seconds, computed.ended.seconds_since(computed.began))
+        facts = {**computed.facts, **self._chooser.take_counts(), **self._ready.experts.take_counts()}
+        facts |= self._images.take_counts() if self._images is not None else {}
+        return StepResult(step.number, tuple(results), seconds, seconds - on_device, facts)
 
 
-def _rows_with_nan(view: StepView, hidden_TD: Tensor) -> frozenset[int]:
-    if not bool(hidden_TD.isnan().any()):
-        return frozenset()
-    bad_T = hidden_TD.isnan().any(-1)
-    return frozenset(i for i, span in enumerate(view.spans) if bool(bad_T[span.rows].any()))
+def _picked(
+    logits_SV: Tensor, best: Best | None, known: Sequence[int], wanted: Sequence[int]
+) -> tuple[Tensor, Best | None]:
+    """Logits of the rows ``wanted``, of those of the rows ``known``."""
+    if list(known) == list(wanted):
+        return logits_SV, best
+    place = {row: at for at, row in enumerate(known)}
+    at = put(logits_SV.device, at=np.array([place[row] for row in wanted], np.int64))["at"]
+    return logits_SV[at], None if best is None else Best(best.tokens_S[at], best.bad_S[at])

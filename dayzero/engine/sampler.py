@@ -41,6 +41,12 @@ class SlotState:
             p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0 or p.logit_bias or p.min_tokens
         )
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether its rows are sampled on the host: what it changes in logits, or wants of them, is not yet made for
+        devices."""
+        return self.changes_logits or self.params.logprobs is not None
+
 
 def shape_logits(logits_V: Tensor, slot: SlotState, index: int) -> None:
     """Penalties, biases and the ban on early stops, in place on one row of float32 logits.

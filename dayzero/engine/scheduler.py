@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dayzero.cache.layout import Layout
 from dayzero.cache.manager import CacheManager
 from dayzero.cache.prefix import Media
+from dayzero.engine import buckets
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.demand import Demand
 from dayzero.engine.events import Output
@@ -344,6 +345,7 @@ _COUNTERS = (
     "prefix_queries", "prefix_hits", "computed_tokens", "recomputed_tokens", "generated_tokens", "dropped_tokens",
     "bad_rows", "grammar_failures", "aborted", "refused", "stuck", "mm_queries", "mm_hits",
     "expert_hits", "expert_misses", "expert_prefetches", "expert_evictions", "expert_bytes_read",
+    *buckets.COUNTERS,
 )  # fmt: skip
 
 

@@ -1,18 +1,23 @@
-"""From a Step to the StepView that blocks read: one packed copy of ids, positions and tables a step.
+"""From a Step to the numbers that blocks read: one packed copy of ids, positions and tables a step.
 
 T tokens, R rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
 import numpy as np
-import torch
 from torch import Tensor
 
 from dayzero.cache.layout import Group
 from dayzero.cache.views import PoolViews, device_numbers
+from dayzero.engine.packed import Packed, Part
 from dayzero.engine.step import GroupRows, Row, Step
 from dayzero.view import Span, StepView, Where
+
+Arrays = Mapping[str, np.ndarray]
 
 
 class Slots:
@@ -22,51 +27,106 @@ class Slots:
         self.views, self.newest = views, newest
 
     def view(self, step: Step) -> StepView:
-        """The inputs of ``step``. Late tokens are read from ``newest`` now, so the step before must be sampled."""
-        rows = step.rows
-        counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
-        starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
-        begins = np.concatenate(([0], np.cumsum(counts)))
-        row_of = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(begins[-1]) - begins[row_of] + starts[row_of]
-        spans = tuple(
-            Span(i, int(begin), row.count, row.start) for i, (row, begin) in enumerate(zip(rows, begins, strict=False))
-        )
-        where = {
-            name: self._where(self.views.groups[name], placed, row_of, positions)
-            for name, placed in step.groups.items()
-        }
-        return StepView(
-            self._tokens(rows, begins), self._put(positions), spans,
-            query_start=self._put(begins.astype(np.int32)), start=self._put(starts.astype(np.int32)),
-            stores=self.views.stores, where=where, scratch={},
-        )  # fmt: skip
+        """The inputs of ``step``. Late tokens are read from ``newest`` by what the device does next, so the step before
+        must be sampled, or asked to be."""
+        return self.view_with(step)[0]
 
-    def _put(self, numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(numbers).to(self.newest.device)
-
-    def _tokens(self, rows: tuple[Row, ...], begins: np.ndarray) -> Tensor:
-        ids = np.zeros(int(begins[-1]), np.int64)
-        late = [(i, row.slot) for i, row in enumerate(rows) if row.late]
-        for row, begin in zip(rows, begins, strict=False):
-            ids[begin : begin + len(row.tokens)] = row.tokens
-        tokens = self._put(ids)
+    def view_with(self, step: Step, more: Arrays | None = None) -> tuple[StepView, Mapping[str, Tensor]]:
+        """(the inputs of ``step``, what was copied with them). more: arrays that the caller wants on the device too."""
+        rows, spans, more = step.rows, spans_of(step.rows), more or {}
+        late = [i for i, row in enumerate(rows) if row.late]
+        packed = Packed([*self._parts(step, len(late)), *(Part(n, a.dtype.str[1:], a.shape) for n, a in more.items())])
+        host = packed.host(self.newest.device)
+        arrays = packed.arrays(host)
+        for name, array in more.items():
+            arrays[name][...] = array
+        fill(self.views, arrays, step, spans)
+        ids = arrays["ids"]
+        ids[...] = 0
+        for row, span in zip(rows, spans, strict=True):
+            ids[span.first : span.first + len(row.tokens)] = row.tokens
+        arrays["query_start"][...] = [*(span.first for span in spans), step.num_tokens]
+        arrays["late"][...] = [spans[i].first + spans[i].count - 1 for i in late]
+        arrays["late_slots"][...] = [rows[i].slot for i in late]
+        placed = packed.put(host, self.newest.device)
+        tokens = placed["ids"]
         if late:
-            ends = self._put(np.array([int(begins[i + 1]) - 1 for i, _ in late]))
-            tokens[ends] = self.newest[self._put(np.array([slot for _, slot in late]))]
-        return tokens
+            tokens[placed["late"]] = self.newest[placed["late_slots"]]
+        view = StepView(
+            tokens, placed["positions"], spans, query_start=placed["query_start"], start=placed["start"],
+            stores=self.views.stores, where=where_of(self.views, placed), scratch={},
+        )  # fmt: skip
+        return view, placed
 
-    def _where(self, group: Group, placed: GroupRows, row_of: np.ndarray, positions: np.ndarray) -> Where:
-        width = max((len(blocks) for blocks in placed.tables), default=0)
-        ids = np.zeros((len(placed.tables), max(width, 1)), np.int64)
-        for number, blocks in enumerate(placed.tables):
-            ids[number, : len(blocks)] = blocks
-        table = device_numbers(self.views.layout, group, ids)
-        first = np.asarray(placed.first, np.int32)
-        if group.unit == "state":
-            nothing = self._put(np.zeros(0, np.int64))
-            return Where(self._put(table), self._put(first), nothing, nothing)
-        pages, offsets = np.divmod(positions - first[row_of], group.page_tokens)
-        blocks = table[row_of, pages].astype(np.int64)
-        parts = (self._put(part) for part in (table, first, blocks, offsets))
-        return Where(*parts)
+    def _parts(self, step: Step, num_late: int) -> list[Part]:
+        tokens, rows = step.num_tokens, len(step.rows)
+        widths = {name: max(1, *map(len, placed.tables)) for name, placed in step.groups.items()}
+        return [
+            Part("ids", "i8", (tokens,)), Part("positions", "i8", (tokens,)), Part("query_start", "i4", (rows + 1,)),
+            Part("late", "i8", (num_late,)), Part("late_slots", "i8", (num_late,)),
+            *group_parts(self.views, rows, tokens, widths),
+        ]  # fmt: skip
+
+
+def spans_of(rows: Sequence[Row]) -> tuple[Span, ...]:
+    """The spans of packed rows."""
+    out, first = [], 0
+    for number, row in enumerate(rows):
+        out.append(Span(number, first, row.count, row.start))
+        first += row.count
+    return tuple(out)
+
+
+def group_parts(views: PoolViews, rows: int, tokens: int, widths: Mapping[str, int]) -> list[Part]:
+    """Where rows stand and where their records lie, by groups. The widest table comes last."""
+    parts, tables = [Part("start", "i4", (rows,))], []
+    for name, group in views.groups.items():
+        parts.append(Part(f"{name}.first", "i4", (rows,)))
+        if group.unit == "token":
+            parts += [Part(f"{name}.{word}", "i8", (tokens,)) for word in ("blocks", "offsets")]
+        tables.append(Part(f"{name}.table", "i4", (rows, widths[name])))
+    return parts + sorted(tables, key=lambda part: part.shape[1])
+
+
+def fill(views: PoolViews, arrays: Arrays, step: Step, spans: Sequence[Span]) -> None:
+    """Write what ``group_parts`` names, and ``positions``, for the step's rows; what lies behind them is left alone."""
+    num_rows, num_tokens = len(spans), step.num_tokens
+    counts = np.fromiter((span.count for span in spans), np.int64, num_rows)
+    starts = np.fromiter((span.start for span in spans), np.int64, num_rows)
+    row_of = np.repeat(np.arange(num_rows), counts)
+    positions = np.arange(num_tokens) + (starts - (np.cumsum(counts) - counts))[row_of]
+    arrays["positions"][..., :num_tokens] = positions
+    arrays["start"][:num_rows] = starts
+    for name, placed in step.groups.items():
+        group = views.groups[name]
+        table = _table(views, group, placed)
+        arrays[f"{name}.table"][:num_rows, : table.shape[1]] = table
+        first = np.asarray(placed.first, np.int64)
+        arrays[f"{name}.first"][:num_rows] = first
+        if group.unit == "token":
+            pages, offsets = np.divmod(positions - first[row_of], group.page_tokens)
+            arrays[f"{name}.blocks"][:num_tokens] = table[row_of, pages]
+            arrays[f"{name}.offsets"][:num_tokens] = offsets
+
+
+def _table(views: PoolViews, group: Group, placed: GroupRows) -> np.ndarray:
+    """[R, P] int32 device numbers of the rows' blocks; block 0 behind a row's pages."""
+    lengths = np.fromiter(map(len, placed.tables), np.int64, len(placed.tables))
+    width = max(1, int(lengths.max(initial=0)))
+    ids = np.zeros((len(placed.tables), width), np.int64)
+    ids[np.arange(width) < lengths[:, None]] = np.fromiter(
+        chain.from_iterable(placed.tables), np.int64, int(lengths.sum())
+    )
+    return device_numbers(views.layout, group, ids)
+
+
+def where_of(views: PoolViews, placed: Mapping[str, Tensor]) -> dict[str, Where]:
+    """Where each group's records lie, of parts on the device."""
+    nothing = placed["positions"].new_zeros(0)
+    return {
+        name: Where(
+            placed[f"{name}.table"], placed[f"{name}.first"], placed.get(f"{name}.blocks", nothing),
+            placed.get(f"{name}.offsets", nothing),
+        )
+        for name in views.groups
+    }  # fmt: skip

@@ -152,7 +152,7 @@ class UpstreamRunner:
         logits_TV: Tensor = out.logits[0].float()
         found = RowResult(row.request_id)
         if row.sample:
-            found = self._chooser.choose([row], logits_TV[-1:], late)[0]
+            found = self._chooser.choose([row], logits_TV[-1:], late).results()[0]
         if row.prompt_logprobs:
             prompt = self._chooser.prompt_logprobs(row, logits_TV, lambda logits: logits)
             found = RowResult(row.request_id, found.token, found.bad, found.logprobs, prompt)

@@ -119,13 +119,21 @@ class _Teller:
     def __init__(self, channel: Channel[LaunchSpec | ToEngine]) -> None:
         self._channel = channel
         self._next = 0.0
+        self._bytes = (0.0, 0.0)
 
     def __call__(self, loaded_bytes: float, total_bytes: float) -> None:
         now = time.monotonic()
+        self._bytes = loaded_bytes, total_bytes
         if now >= self._next or loaded_bytes >= total_bytes:
             self._next = now + TELL_SECONDS
             progress = Progress(state="loading", loaded=loaded_bytes, to_load=total_bytes)
             self._channel.send(Batch([], progress))
+
+    def recording(self, made: int, wanted: int) -> None:
+        """Each may take a second."""
+        loaded, to_load = self._bytes
+        progress = Progress(state="loading", loaded=loaded, to_load=to_load, recorded=made, to_record=wanted)
+        self._channel.send(Batch([], progress))
 
 
 def die_with_parent() -> None:

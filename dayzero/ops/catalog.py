@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dayzero.errors import UsageError
+from dayzero.ops.capture import eager_reason
 from dayzero.ops.catalog_cuda import DELTA_PAGED
 from dayzero.ops.catalog_cuda import LINES as CUDA_LINES
 from dayzero.ops.line import INDEX_RECORDS, KV_RECORDS, LATENT_RECORDS, REFERENCE, Line, Traits
@@ -273,9 +274,11 @@ def builtin() -> Catalog:
     catalog = Catalog()
     for contract, (place, traits) in _REFERENCES.items():
         by_expert = contract.startswith("moe.experts")
-        catalog.add(Line(contract, REFERENCE, "any", (), f"dayzero.ops.{place}", traits, packed=by_expert))
-    for line in (*_VARIANTS, *CUDA_LINES):
+        eager = eager_reason(contract, REFERENCE, "any")
+        line = Line(contract, REFERENCE, "any", (), f"dayzero.ops.{place}", traits, packed=by_expert, eager=eager)
         catalog.add(line)
+    for line in (*_VARIANTS, *CUDA_LINES):
+        catalog.add(replace(line, eager=eager_reason(line.contract, line.variant, line.target)))
     return catalog
 
 

@@ -68,8 +68,8 @@ _DENSE: Traits = {
 }  # fmt: skip
 _ATTENTION: tuple[Line, ...] = (
     Line(
-        "attention.paged", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.paged_prefill:paged", _DENSE,
-        rank=20, dtypes=("bf16",),
+        "attention.paged", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.paged_prefill:paged",
+        {**_DENSE, "record": KV_RECORDS}, rank=20, dtypes=("bf16",),
     ),
     Line(
         "attention.paged", "cuda", "cuda", ("sm90", "triton", "cuda_bindings"), f"{_CUDA}.paged:paged",

@@ -28,7 +28,8 @@ class Line:
     result (which has ``nbytes``) in the weight's place; empty when it takes the weight as it is. rank: a plan prefers
     the highest that fits; 0 is never preferred. dtypes: activation dtypes it is limited to (``bf16``), empty for any.
     packed: of experts: it takes their matrices by expert alone, each in 4 bits (``decl.Mxfp4``) or as a tensor. ring:
-    of those: it converts them in a rank's ring (``ops/experts_sizes``), whose bytes a plan counts.
+    of those: it converts them in a rank's ring (``ops/experts_sizes``), whose bytes a plan counts. eager: why a step
+    that runs it cannot be captured in a CUDA graph (``ops/capture``); empty where it can.
     """
 
     contract: str
@@ -42,3 +43,9 @@ class Line:
     dtypes: tuple[str, ...] = ()
     packed: bool = False
     ring: bool = False
+    eager: str = "does not say that it can be captured"
+
+    @property
+    def graph(self) -> bool:
+        """Whether a step of one token a row that runs it can be captured in a CUDA graph."""
+        return not self.eager

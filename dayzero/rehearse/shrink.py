@@ -13,6 +13,7 @@ from typing import Any
 
 from dayzero.arch.mixers import MLA, Mixer
 from dayzero.arch.spec import ModelSpec
+from dayzero.checkpoint.config_cut import put
 from dayzero.errors import ModelError, UsageError
 
 # Sizes for configs whose recipe names none. Keys that are absent stay absent.
@@ -39,7 +40,7 @@ def shrink(config: Mapping[str, Any], twin: Twin, *, keep_vocab: bool, changes: 
     for key, value in (sizes or USUAL).items():
         if keep_vocab and (key == "vocab_size" or key.endswith("_token_id")):
             continue
-        _put(out, key, value, create=bool(sizes))
+        put(out, key, value, create=bool(sizes))
     return apply_changes(out, changes)
 
 
@@ -47,28 +48,9 @@ def apply_changes(config: Mapping[str, Any], changes: Overrides) -> dict[str, An
     """A copy of ``config`` with the caller's keys changed; UsageError for a key that it does not have."""
     out: dict[str, Any] = copy.deepcopy(dict(config))
     for key, value in changes.items():
-        if not _put(out, key, value, create=False):
+        if not put(out, key, value, create=False):
             raise UsageError(f"--set {key}: the twin's config has no such key.")
     return out
-
-
-def _put(config: dict[str, Any], key: str, value: Any, *, create: bool) -> bool:
-    parts = key.split(".")
-    if len(parts) > 1:
-        inner: Any = config
-        for part in parts[:-1]:
-            inner = inner.get(part) if isinstance(inner, dict) else None
-        if not isinstance(inner, dict) or (parts[-1] not in inner and not create):
-            return False
-        inner[parts[-1]] = value
-        return True
-    text = config.get("text_config")
-    places = [c for c in (config, text) if isinstance(c, dict) and key in c]
-    if not places and create:
-        places = [text if isinstance(text, dict) else config]
-    for place in places:
-        place[key] = value
-    return bool(places)
 
 
 def traits_of(spec: ModelSpec) -> set[tuple[str, tuple[tuple[str, object], ...]]]:

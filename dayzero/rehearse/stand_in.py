@@ -27,33 +27,34 @@ VOCABULARIES = ("tokenizer.json", "tiktoken.model")  # of FILES, those that hold
 
 
 def write_stand_in(folder: Path, family: str, vocab: int, stop_ids: Iterable[int]) -> None:
-    """tokenizer.json: byte-level, ids 0..255 are bytes; one added token for each stop id. Needs vocab >= 260.
+    """Write the files of ``stand_in_texts``, without gaps among the ids. Needs vocab >= 260."""
+    for file, text in stand_in_texts(family, vocab, stop_ids, filled=True).items():
+        (folder / file).write_text(text, encoding="utf-8")
 
-    Where the family's chat format needs tokens of its own: the files of ``stand_in_files`` instead.
+
+def stand_in_texts(family: str, vocab: int, stop_ids: Iterable[int], *, filled: bool = False) -> dict[str, str]:
+    """Name -> text of tokenizer.json and its config: byte-level, ids 0..255 are bytes; an added token for each stop id.
+
+    Where the family's chat format needs tokens of its own: the files of ``stand_in_files`` instead. filled: the ids
+    between are tokens too, which no text has.
     """
     stop_ids = tuple(stop_ids)
-    own = stand_in_files(family, vocab, stop_ids)
-    for file, text in own.items():
-        (folder / file).write_text(text, encoding="utf-8")
-    if not own:
-        _write_bytes(folder, vocab, stop_ids)
+    return stand_in_files(family, vocab, stop_ids) or _bytes_alone(vocab, stop_ids, filled)
 
 
-def _write_bytes(folder: Path, vocab: int, stop_ids: tuple[int, ...]) -> None:
+def _bytes_alone(vocab: int, stop_ids: tuple[int, ...], filled: bool) -> dict[str, str]:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {char: i for i, char in enumerate(alphabet)}
     stops = sorted(i for i in set(stop_ids) if len(words) <= i < vocab)
-    filler = max([len(words), *(i + 1 for i in stops)])
-    for i in range(len(words), filler):
+    for i in range(len(alphabet), max([len(alphabet), *(i + 1 for i in stops)])) if filled else stops:
         words["<|end|>" if stops and i == stops[0] else f"<|unused_{i}|>"] = i
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = [w for w, i in words.items() if i >= len(alphabet)]
     tokenizer.add_special_tokens([AddedToken(w, special=True) for w in special])
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": TEMPLATE,
@@ -61,7 +62,7 @@ def _write_bytes(folder: Path, vocab: int, stop_ids: tuple[int, ...]) -> None:
     }
     if stops:
         config["eos_token"] = "<|end|>"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return {"tokenizer.json": tokenizer.to_str(pretty=True), "tokenizer_config.json": json.dumps(config, indent=1)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,13 +13,14 @@ from dayzero.blocks.stack import Forms, Stack
 from dayzero.cache.layout import Layout
 from dayzero.cache.manager import CacheManager
 from dayzero.engine.build import engine_loop
+from dayzero.engine.choose import Best, Choice
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.events import Abort, Logprobs, Output, Submit
 from dayzero.engine.executor import Late
 from dayzero.engine.launch import LaunchSpec
 from dayzero.engine.request import NewRequest, SamplingParams
 from dayzero.engine.runner import LocalRunner
-from dayzero.engine.step import Row, RowResult
+from dayzero.engine.step import Row
 
 REFERENCE = (("*", "reference"),)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -88,10 +89,10 @@ class Engine:
         chooser = self.runner._chooser
         choose = chooser.choose
 
-        def recording(rows: Sequence[Row], logits_SV: Tensor, late: Late) -> list[RowResult]:
+        def recording(rows: Sequence[Row], logits_SV: Tensor, late: Late, best: Best | None = None) -> Choice:
             for row, logits_V in zip(rows, logits_SV, strict=True):
                 self._logits.setdefault(row.request_id, {})[row.index] = logits_V.cpu().clone()
-            return choose(rows, logits_SV, late)
+            return choose(rows, logits_SV, late, best)
 
         chooser.choose = recording  # type: ignore[method-assign]
 

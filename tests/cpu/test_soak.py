@@ -10,18 +10,18 @@ import pytest
 pytest.importorskip("transformers")
 from tiny_configs import VOCAB, write_tiny
 
-from benchmarks.soak import POOL_BYTES, Server, Soak, soak
+from benchmarks.soak import Soak, serving, soak
 
 SECONDS = 300.0
 
 
 @pytest.mark.slow
 def test_a_mixed_load_leaves_nothing_behind(tmp_path: Path) -> None:
-    write_tiny("kimi_linear", tmp_path)
-    server = Server(str(tmp_path), "--dtype", "float32", "--bind", "*=reference", "--pool-bytes", POOL_BYTES)
-    try:
-        seen = asyncio.run(soak(server.address, server.rss, SECONDS, VOCAB))
-    finally:
+    model = tmp_path / "model"
+    model.mkdir()
+    write_tiny("kimi_linear", model)
+    with serving(str(model), tmp_path) as server:
+        seen = asyncio.run(soak(server.told["address"], server.rss, SECONDS, VOCAB))
         code = server.stop()
     assert seen.faults() == [] and code == 0
     assert seen.counts["answers"] > 50, "too slow a machine for the load to mean anything"

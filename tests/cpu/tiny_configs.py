@@ -149,11 +149,12 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
                 value.add_(0.1 * noise)
 
 
-def write_tiny(family: str, folder: Path, seed: int = 0) -> Any:
-    """Save a perturbed tiny model of ``family`` under the publisher's tensor names; returns transformers' model."""
+def write_tiny(family: str, folder: Path, seed: int = 0, *, settings: Mapping[str, Any] | None = None) -> Any:
+    """Save a perturbed tiny model of ``family`` under the publisher's tensor names; returns transformers' model.
+    settings: of its config, in place of the family's."""
     tiny = FAMILIES[family]
     config_class = getattr(transformers, tiny.config_class)
-    wanted = {**COMMON, **tiny.settings}
+    wanted = {**COMMON, **tiny.settings, **(settings or {})}
     config = config_class(**wanted)
     for key, value in wanted.items():
         if key in ("rope_parameters", "layer_types"):

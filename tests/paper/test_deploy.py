@@ -147,6 +147,10 @@ def options_of(command: str) -> dict[str, Any]:
 def check_call(words: list[str]) -> None:
     """AssertionError unless ``dayzero WORDS`` names a command, its options, and values where they are needed."""
     command, *rest = words
+    if "--" in rest:  # behind it: options of the servers that are started
+        at = rest.index("--")
+        check_call(["serve", "SOURCE", *rest[at + 1 :]])
+        rest = rest[:at]
     options, waiting, positional = options_of(command), False, 0
     for word in rest:
         if word.startswith("-") and not waiting:
@@ -196,7 +200,11 @@ def test_commands_in_the_manual_exist(document: str, least: int) -> None:
 
 
 def test_options_named_in_the_text_exist() -> None:
-    known = {name for command in ("serve", "bench", "chat", "plan", "inspect", "align") for name in options_of(command)}
+    known = {
+        name
+        for command in ("serve", "bench", "chat", "plan", "inspect", "align", "accept", "profile")
+        for name in options_of(command)
+    }
     for name in re.findall(r"`(--[a-z][a-z-]+)", OPERATIONS):
         assert name in known, name
 

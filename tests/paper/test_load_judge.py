@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from dayzero.acceptance.files import write_json
 from dayzero.acceptance.load.figures import NAMES, Figures
 from dayzero.acceptance.load.judge import check_baseline, check_run, comparable
 from dayzero.acceptance.load.outcome import Outcome
-from dayzero.acceptance.load.report import Baseline, LevelReport, LoadReport, machine, read_baseline, write_json
+from dayzero.acceptance.load.report import Baseline, LevelReport, LoadReport, machine, read_baseline
 from dayzero.acceptance.load.workload import Lengths, Level, LoadRequest, Workload
 from dayzero.console import plain
 from dayzero.errors import UsageError

@@ -46,6 +46,10 @@ class RunningServer(Protocol):
         """To be sent with every request: the key, where one is needed."""
 
     @property
+    def told(self) -> Mapping[str, Any]:
+        """What it said when it was ready (``engine.api.EngineInfo``); empty for a server that was not started here."""
+
+    @property
     def process_ids(self) -> tuple[int, ...]:
         """HTTP process first, engine process second; empty for a server that was not started here."""
 
@@ -73,7 +77,7 @@ class Services(Protocol):
 @dataclass(frozen=True, slots=True)
 class Context:
     """profile: how much is tried. folder: the stage's own, empty at first, kept for a resumed run. seed: of everything
-    that is drawn."""
+    that is drawn. baseline: content of an earlier record (``record.json``) that speeds are held against."""
 
     subject: Subject
     services: Services
@@ -81,6 +85,7 @@ class Context:
     profile: Profile = "quick"
     seed: int = 0
     progress: ProgressFactory = no_progress
+    baseline: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +110,17 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """facts: what the protocol should tell of how it was measured (versions, bindings, layout, hardware), JSON."""
+    """facts: what the protocol should tell of how it was measured (versions, bindings, layout, hardware), JSON.
+
+    samples: results of single items, for paired statistics over two records: what was measured -> {item: value}. An
+    item's id stays the same from run to run (``depth 0.5, 1024 tokens``); values are all bool (right or wrong) or all
+    numbers.
+    """
 
     findings: tuple[Finding, ...]
     figures: tuple[Figure, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    samples: Mapping[str, Mapping[str, float | bool]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dayzero import __version__
 from dayzero.acceptance.load.figures import Figures, medians, spreads
 from dayzero.acceptance.load.outcome import Outcome
 from dayzero.acceptance.load.workload import Level, Workload
-from dayzero.console import Console, plain
+from dayzero.console import Console
 from dayzero.errors import UsageError
 from dayzero.finding import Finding, Verdict, worst
 
@@ -55,7 +54,8 @@ class LevelReport:
 @dataclass
 class LoadReport:
     """target: what was loaded. how: http or in-process. prompts: ids or text. start_seconds, first_token_seconds: from
-    starting the server to ready, and to the first token of the first request; None for one that ran already."""
+    starting the server to ready, and to the first token of the first request; None for one that ran already.
+    expert_choice: of made weights, how evenly experts are chosen (``engine.expert_choice``)."""
 
     target: str
     model: str
@@ -65,6 +65,7 @@ class LoadReport:
     levels: list[LevelReport]
     start_seconds: float | None = None
     first_token_seconds: float | None = None
+    expert_choice: Mapping[str, Any] | None = None
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -83,6 +84,7 @@ class LoadReport:
             "workload": self.workload.to_json(),
             "start_seconds": self.start_seconds,
             "first_token_seconds": self.first_token_seconds,
+            "expert_choice": self.expert_choice,
             "levels": self.levels,
             "findings": self.findings,
             "verdict": self.verdict,
@@ -127,20 +129,6 @@ def machine() -> dict[str, Any]:
     return {"cpu": name, "cpus": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
 
 
-def write_json(path: Path, report: LoadReport) -> None:
-    """Written whole or not at all."""
-    data = msgspec.json.format(msgspec.json.encode(plain(report)), indent=1) + b"\n"
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
-
-
 def show(report: LoadReport, console: Console) -> None:
     """For a person: one row a level (medians of the repeats), what they mean, the findings."""
     work = report.workload
@@ -153,6 +141,8 @@ def show(report: LoadReport, console: Console) -> None:
     if report.start_seconds is not None:
         first = report.first_token_seconds
         console.line(f"ready after {report.start_seconds:.2f} s" + (f", first token {first:.2f} s" if first else ""))
+    if report.expert_choice is not None:
+        console.line(f"experts of made weights are chosen {report.expert_choice['share']:.0%} as evenly as they can be")
     console.table("", COLUMNS, [_row(one) for one in report.levels])
     repeats = max(len(one.runs) for one in report.levels)
     if repeats > 1:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
-import json
-import os
-import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dayzero.acceptance.load.streamed import Served, refusal_text
 from dayzero.acceptance.load.wire import Address, Pool
+from dayzero.acceptance.server_process import NotServing, ServerProcess
 from dayzero.errors import CheckpointError, MachineError, ModelError, UsageError, UserError
 
 STOP_SECONDS = 15.0
-POLL_SECONDS = 0.1
-LOG_TAIL = 2000
-MAX_LINE = 1 << 24
+POLL_SECONDS = 0.05
 KINDS: dict[int, type[UserError]] = {1: ModelError, 2: UsageError, 3: MachineError}
 
 
@@ -75,12 +70,14 @@ async def _vocabulary(pool: Pool) -> tuple[int | None, frozenset[int]]:
 
 @dataclass(frozen=True)
 class Started:
-    """A server of our own. start_seconds: from starting the process to ready. began: by time.perf_counter."""
+    """A server of our own. start_seconds: from starting the process to ready. began: by time.perf_counter. facts: what
+    its engine says of the model."""
 
     address: Address
     began: float
     start_seconds: float
     pid: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @asynccontextmanager
@@ -91,70 +88,24 @@ async def served(
 
     Errors: what the server said when it ended before it was ready.
     """
-    command = [sys.executable, "-m", "dayzero", "serve", *arguments, "--host", "127.0.0.1", "--port", "0", "--json"]
-    began = time.perf_counter()
-    with tempfile.TemporaryFile() as log:
-        # A session of its own, so that an interrupt at the terminal is this process's to pass on, once.
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=log, stdin=asyncio.subprocess.DEVNULL,
-            env=dict(environment), start_new_session=True, limit=MAX_LINE,
-        )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="dayzero-") as folder:
+        process = ServerProcess(arguments, Path(folder) / "server.log", environment)
         try:
-            line = await _first_line(process, on_wait)
-            said = _object(line)
-            if "address" not in said:
-                await process.wait()
-                raise _refusal(said, process.returncode, _tail(log))
-            yield Started(Address.parse(said["address"]), began, time.perf_counter() - began, process.pid)
+            while (address := process.address(0.0)) is None:
+                await asyncio.sleep(POLL_SECONDS)
+                on_wait()
+            facts = process.told.get("info", {}).get("facts", {})
+            seconds = time.perf_counter() - process.began
+            yield Started(Address.parse(address), process.began, seconds, process.pid, facts)
+        except NotServing as error:
+            raise _refusal(error) from None
         finally:
-            await _stop(process)
+            process.end(STOP_SECONDS)
 
 
-async def _first_line(process: asyncio.subprocess.Process, on_wait: Callable[[], None]) -> bytes:
-    assert process.stdout is not None
-    reading = asyncio.create_task(process.stdout.readline())
-    try:
-        while not reading.done():
-            await asyncio.wait({reading}, timeout=POLL_SECONDS)
-            on_wait()
-        return reading.result()
-    finally:
-        reading.cancel()
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line or b"{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _refusal(said: Mapping[str, Any], code: int | None, log: str) -> Exception:
-    error = said.get("error")
-    if isinstance(error, Mapping) and error.get("exit_code") in KINDS:
-        kind = CheckpointError if error.get("kind") in ("CheckpointError", "ConfigError") else KINDS[error["exit_code"]]
-        return kind(str(error["message"]))
-    return RuntimeError(f"dayzero serve ended with {code} before it was ready: {error or log}")
-
-
-def _tail(log: Any) -> str:
-    log.seek(0, os.SEEK_END)
-    log.seek(max(0, log.tell() - LOG_TAIL))
-    return str(log.read().decode("utf-8", "replace").strip())
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM, and SIGKILL for all of its session when that does not end it."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(STOP_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            pass  # it is ended below
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+def _refusal(error: NotServing) -> Exception:
+    said = error.said
+    if said.get("exit_code") in KINDS:
+        kind = CheckpointError if said.get("kind") in ("CheckpointError", "ConfigError") else KINDS[said["exit_code"]]
+        return kind(str(said["message"]))
+    return error

@@ -1,0 +1,143 @@
+"""Equalities of single requests: streamed, cancelled, with and without graphs; and what quantised rows cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from dayzero.acceptance.compare import MARGIN_BUG_NATS, MARGIN_NOISE_NATS
+from dayzero.acceptance.stages.equal_engine import BASE, SERVED, Ran, Subject, engine, options_of, params_of
+from dayzero.acceptance.stages.equal_judge import Limit, compare_all
+from dayzero.arch.record_choice import NARROW
+from dayzero.engine.events import Logprobs
+from dayzero.engine.llm import LLM
+from dayzero.engine.request import SamplingParams
+from dayzero.finding import Finding
+from dayzero.planner.detect import detect
+
+CUTS = (0, 1, 3)  # pieces that are read before an answer is left
+MOST_FLIPPED = 0.02  # of the places whose margin is above a nat
+STREAM_REMEDY = "Look at how pieces are joined: detokenizing across pieces, and tokens of the last output."
+CANCEL_REMEDY = "Look at what ends a request: blocks and slot go back when the last step that names it has retired."
+
+
+def single_findings(subject: Subject, base: Ran, limit: Limit, narrow: bool) -> Iterator[Finding]:
+    """base: answers of the served path; limit: of that path. narrow: whether there are rows to quantise."""
+    plain = dict(BASE) | {"path": SERVED}
+    with engine(subject, SERVED, **options_of(plain)) as llm:
+        yield _streamed(subject, base, llm)
+        yield _cancelled(subject, base, llm)
+        wide = _prompt_places(subject, llm)
+    yield _graphs(subject, base, limit)
+    if not narrow:
+        claim = "quantised rows keep the likeliest token where it is clear"
+        yield Finding("equal.narrow_error", "cache", "not applicable", claim, "no rows of this model can be quantised")
+        return
+    with engine(subject, SERVED, cache=NARROW) as llm:
+        yield _narrow_error(wide, _prompt_places(subject, llm), str(llm.info.facts.get("cache_records", NARROW)))
+
+
+def _streamed(subject: Subject, base: Ran, llm: LLM) -> Finding:
+    wrong = []
+    for number, (prompt, want) in enumerate(zip(subject.prompts(), base.rounds[0], strict=True)):
+        deltas = list(llm.stream(prompt, params_of(subject, BASE, number)))
+        ids = [token for delta in deltas for token in delta.token_ids]
+        text = "".join(delta.text for delta in deltas)
+        ends = [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
+        if (ids, text, ends) != (want.token_ids, want.text, [want.finish_reason]):
+            wrong.append(f"answer {number}: {ids[:4]}… {ends}, not {want.token_ids[:4]}… {want.finish_reason}")
+    return Finding(
+        "equal.streamed",
+        "server",
+        "fail" if wrong else "pass",
+        "streamed = not streamed: ids, text and how it ends",
+        wrong[0] if wrong else f"{len(base.rounds[0])} answers",
+        "equal",
+        tuple(wrong),
+        STREAM_REMEDY if wrong else "",
+    )
+
+
+def _cancelled(subject: Subject, base: Ran, llm: LLM) -> Finding:
+    """Leave answers after some pieces, others beside them; then nothing is held, and all are answered as before."""
+    wrong = []
+    prompts = subject.prompts()
+    for cut in CUTS:
+        streams = [llm.stream(prompt, params_of(subject, BASE, n)) for n, prompt in enumerate(prompts)]
+        for stream in streams:
+            for _ in range(cut):
+                next(stream)
+        for stream in streams:
+            stream.close()  # type: ignore[attr-defined]
+        again = llm.generate(prompts[0], params_of(subject, BASE, 0))[0]
+        now = llm.progress()
+        if now.usage or now.running or now.waiting:
+            held = f"{now.usage:.1%} of the pool, {now.running} running, {now.waiting} waiting"
+            wrong.append(f"left after {cut} pieces: {held}")
+        if again.token_ids[: subject.answer_tokens] != base.rounds[0][0].token_ids:
+            wrong.append(f"left after {cut} pieces: the next answer is another one")
+    return Finding(
+        "equal.cancelled",
+        "cache",
+        "fail" if wrong else "pass",
+        "cancelled anywhere: the pool is as before, and so is the next answer",
+        wrong[0] if wrong else f"{len(CUTS) * len(prompts)} answers left after {', '.join(map(str, CUTS))} pieces",
+        "no block held, nothing running or waiting",
+        tuple(wrong),
+        CANCEL_REMEDY if wrong else "",
+    )
+
+
+def _graphs(subject: Subject, base: Ran, limit: Limit) -> Finding:
+    claim = "eager = graph"
+    if detect()[0].target == "cpu":
+        return Finding("equal.graphs", "compiler", "not applicable", claim, "a CPU records no graphs")
+    with engine(subject, SERVED, graphs="off") as llm:
+        eager = [llm.generate([p], params_of(subject, BASE, n))[0] for n, p in enumerate(subject.prompts())]
+    tally = compare_all(base.rounds[0], eager, limit, sampled=False)
+    bad = not tally.passed(limit)
+    return Finding(
+        "equal.graphs", "compiler", "fail" if bad else "pass", claim,
+        tally.wrong[0] if tally.wrong else f"{tally.places} tokens, {len(tally.parted)} parted at near ties",
+        f"{limit.nats:.1e} nat: {limit.why}", tuple(tally.wrong),
+        "Look at what a graph reads that is not in the step's view, and at its bucket's padding." if bad else "",
+    )  # fmt: skip
+
+
+def _prompt_places(subject: Subject, llm: LLM) -> list[Logprobs]:
+    """The two likeliest ids at every place of all prompts, which both engines read alike."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=2)
+    outputs = llm.generate(subject.prompts(), params)
+    for output in outputs:
+        output.raise_error()
+    return [place for output in outputs for place in output.prompt_logprobs or ()]
+
+
+def _narrow_error(wide: Sequence[Logprobs], narrow: Sequence[Logprobs], records: str) -> Finding:
+    """Top-1 by margin: a quantisation error, not an equality."""
+    bins = {f"<{MARGIN_NOISE_NATS:g}": [0, 0], f"{MARGIN_NOISE_NATS:g}-{MARGIN_BUG_NATS:g}": [0, 0], "more": [0, 0]}
+    names = list(bins)
+    moved = 0.0
+    for one, other in zip(wide, narrow, strict=True):
+        margin = one.top[0][1] - one.top[1][1]
+        counts = bins[names[(margin >= MARGIN_NOISE_NATS) + (margin > MARGIN_BUG_NATS)]]
+        counts[0] += one.top[0][0] != other.top[0][0]
+        counts[1] += 1
+        moved += abs(one.logprob - other.logprob) / len(wide)
+    flipped, clear = bins["more"]
+    bad = flipped > MOST_FLIPPED * clear
+    idle = moved == 0.0
+    return Finding(
+        "equal.narrow_error",
+        "cache",
+        "fail" if bad or idle else "pass",
+        f"rows kept in {records} keep the likeliest token where it is clear",
+        "the rows were not quantised: every log-probability is the same"
+        if idle
+        else ", ".join(f"margin {name} nat: {n} of {total} differ" for name, (n, total) in bins.items() if total)
+        + f"; log-probabilities move by {moved:.1e} nat",
+        f"at most {MOST_FLIPPED:.0%} of those with a margin above {MARGIN_BUG_NATS:g} nat, and not nothing at all",
+        (),
+        "Run `dayzero align --cache fp8`: it tells the format's own rounding from a wrong scale."
+        if bad or idle
+        else "",
+    )

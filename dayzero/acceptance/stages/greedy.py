@@ -1,0 +1,136 @@
+"""Greedy answers: the same request gives the same answer again, streamed as whole, in the first turn as in a later one.
+
+Where two answers part, the two likeliest tokens of that place are asked for. Closer than TIE they may be turned over by
+rounding, which differs with the batch and the kernel; further apart something is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dayzero.acceptance.stages.answers import CHAT, Api, Refused, Reply
+from dayzero.acceptance.stages.asking import Ask, Check, Checks
+
+# Two bfloat16 logits of the size that is usual, 16 to 32, lie 0.125 apart at least; both may be one step off.
+TIE = 0.25
+REPEATS = 2
+PROMPTS = (
+    "What is the capital of France?",
+    "Count from one to five.",
+    "Write a short sentence about the sea.",
+    "Name three colours.",
+    "Why is the sky blue?",
+    "Translate 'good morning' to German.",
+    "What comes after Wednesday?",
+    "Give me a word that rhymes with 'light'.",
+    "How many legs does a spider have?",
+    "Write the first line of a poem.",
+    "What is 17 plus 25?",
+    "Describe a cat in five words.",
+)
+REMEDIES = {
+    "cache": "The first answer was computed, later ones may be from the prefix cache: serve without it and compare.",
+    "operator": "Check that temperature 0 takes the likeliest token, and that a result hangs on nothing beside it.",
+    "server": "Compare the chunks with the whole answer: what is cut, doubled, or put into another field?",
+}
+TIES = "Rounding decides here, if this is rare: look at the margins, not at the answers."
+RARE = 1 / 3  # of all comparisons; where more end at ties, it is no rounding
+
+
+@dataclass(frozen=True)
+class Parted:
+    """Where an answer leaves the first one. place: in tokens, -1 where only the text is known. margin: between the two
+    likeliest tokens there; None: the server does not tell."""
+
+    place: int
+    margin: float | None
+
+    @property
+    def tie(self) -> bool:
+        return self.margin is not None and self.margin < TIE
+
+
+def checks() -> tuple[Check, ...]:
+    return (
+        Check("greedy.repeat", "the same greedy request gives the same answer", _first_turn, core=True, layer="cache"),
+        Check(
+            "greedy.turn", "a later turn's greedy answer is the same again", _later_turn, capability="chat",
+            layer="cache", apis=CHAT,
+        ),
+    )  # fmt: skip
+
+
+def tokens_of(ask: Ask) -> int:
+    return ask.amount(12, 32, 64)
+
+
+def _first_turn(ask: Ask, out: Checks) -> None:
+    api = ask.api or "chat"
+    again, streams = [], []
+    for prompt in PROMPTS[: ask.amount(3, 8, 12)]:
+        repeats, stream = _compare(ask, api, prompt)
+        again += repeats
+        streams += stream
+        out.sample("greedy answers repeat", prompt, not any(parted and not parted.tie for parted in repeats))
+    _judge(out, "greedy.repeat", f"the same greedy request gives the same answer {REPEATS + 1} times", again)
+    _judge(out, "greedy.stream", "a greedy answer is the same streamed as whole", streams, layer="server")
+
+
+def _later_turn(ask: Ask, out: Checks) -> None:
+    """The conversation grows by the model's own answers, so that its beginning is found in a cache."""
+    turns: list[dict[str, Any]] = []
+    again, streams = [], []
+    for prompt in PROMPTS[: ask.amount(2, 4, 6)]:
+        turns.append({"role": "user", "content": prompt})
+        repeats, stream = _compare(ask, "chat", turns)
+        again += repeats
+        streams += stream
+        answer = ask.whole("chat", turns, **_fields(ask)).one
+        turns.append({"role": "assistant", "content": answer.text or "Yes."})
+    _judge(out, "greedy.turn", f"greedy answers are the same again up to turn {len(turns) // 2}", again)
+    _judge(out, "greedy.turn-stream", f"and the same streamed up to turn {len(turns) // 2}", streams, layer="server")
+
+
+def _fields(ask: Ask) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": tokens_of(ask)}
+
+
+def _compare(ask: Ask, api: Api, prompt: Any) -> tuple[list[Parted | None], list[Parted | None]]:
+    """(each repeat, the stream) against the first answer; None where they are the same."""
+    first = ask.whole(api, prompt, **_fields(ask))
+    repeats = [ask.whole(api, prompt, **_fields(ask)) for _ in range(REPEATS)]
+    stream = ask.streamed(api, prompt, **_fields(ask))
+    return [_parted(ask, api, prompt, first, one) for one in repeats], [_parted(ask, api, prompt, first, stream)]
+
+
+def _parted(ask: Ask, api: Api, prompt: Any, first: Reply, other: Reply) -> Parted | None:
+    if first.one.shown == other.one.shown and first.one.ids == other.one.ids:
+        return None
+    a, b = first.one.ids, other.one.ids
+    if a is None or b is None or a == b:
+        return Parted(-1, None)
+    place = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    try:
+        scores = ask.whole(api, prompt, **_fields(ask), **ask.scored(api, 2)).one.scores or []
+    except Refused:
+        scores = []
+    top = scores[place].top if place < len(scores) else ()
+    return Parted(place, top[0][1] - top[1][1] if len(top) > 1 else None)
+
+
+def _judge(out: Checks, kind: str, claim: str, found: list[Parted | None], layer: str = "") -> None:
+    parted = [one for one in found if one is not None]
+    real = [one for one in parted if not one.tie]
+    if not real and len(parted) > RARE * len(found):
+        real = parted
+    shown = ", ".join("in the text" if one.place < 0 else f"token {one.place}" for one in parted[:4])
+    measured = f"{len(parted)} of {len(found)} differ" + (
+        f" ({shown}; margins {[one.margin for one in parted[:4]]})" if parted else ""
+    )
+    # the first answer is the cold one: when all later ones differ from it, and not only some, the cache is at fault
+    where = layer or ("operator" if 0 < len(parted) < len(found) else "cache")
+    out.judge(
+        kind, claim, not parted, measured, f"equal, but for rare places where the two likeliest lie within {TIE} nat",
+        layer=where, remedy=REMEDIES[where] if real else TIES, bad="fail" if real else "note",
+    )  # fmt: skip

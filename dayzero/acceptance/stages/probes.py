@@ -1,0 +1,242 @@
+"""HTTP around the endpoints: methods, paths, headers, keys, probes, counters, clients that leave, many at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from dayzero.acceptance.accept.http import Answer, NoAnswer
+from dayzero.acceptance.stages.answers import PATHS, Malformed, Refused, whole
+from dayzero.acceptance.stages.asking import Ask, Check, Checks
+from dayzero.acceptance.stages.refusals import problem
+
+HEADER_BYTES = 100_000
+AT_ONCE = 16
+FREED_SECONDS = 15.0
+# Names that dashboards scrape for servers of this kind: the design document of the server that coined them.
+TOKENS, RUNNING, USAGE = "vllm:generation_tokens", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
+
+
+def checks() -> tuple[Check, ...]:
+    return (
+        Check("http.paths", "unknown paths are 404, other methods 405", _paths),
+        Check("http.methods", "HEAD and OPTIONS do no harm", _methods),
+        Check("http.headers", "a very long header does no harm", _headers),
+        Check("http.keys", "a wrong key is 401", _keys),
+        Check("probes.health", "probes answer", _health),
+        Check("probes.openapi", "/openapi.json describes what is served", _openapi),
+        Check("metrics.tokens", "the counter of generated tokens counts them", _tokens),
+        Check("cancel.freed", "a client that leaves frees what it held", _cancelled, layer="scheduler"),
+        Check("many.same", "many at once get the answers they get alone", _many, core=True, layer="scheduler"),
+        Check("alive", "the server answers as before", _alive, core=True),
+    )  # fmt: skip
+
+
+def _paths(ask: Ask, out: Checks) -> None:
+    missing = ask.client.get("/v1/no-such-path")
+    out.judge("http.paths", "an unknown path is 404", missing.status == 404, missing.said, "404",
+              remedy="Answer 404 for paths that are not served.")  # fmt: skip
+    out.judge(
+        "http.paths-object", "and has an error object", not problem(missing), problem(missing) or "whole",
+        "message, type, param, code", bad="fail" if ask.ours else "note",
+        remedy="Answer with the API's error object at unknown paths too.",
+    )  # fmt: skip
+    other = ask.client.post("/v1/embeddings", {"model": ask.model, "input": "Hello."})
+    out.judge(
+        "http.embeddings", "embeddings of a model that has none are refused, never a 5xx", other.status < 500,
+        other.status if other.ok else other.said, "404 or 400, or 200 of a model that has them",
+        remedy="Answer 404 where an endpoint is not offered.",
+    )  # fmt: skip
+    wrong, allows = {}, {}
+    for api in ask.apis:
+        answer = ask.client.get(PATHS[api])
+        allows[api] = answer.headers.get("allow")
+        if answer.status != 405:
+            wrong[api] = answer.said
+    out.judge("http.methods", "GET of a path that takes POST is 405", not wrong, wrong or list(allows), "405",
+              bad="fail" if ask.ours else "note", remedy="Answer 405, not 404 or 500.")  # fmt: skip
+    out.judge("http.allow", "and says which methods it takes", all("POST" in (one or "") for one in allows.values()),
+              allows, "Allow: POST", bad="fail" if ask.ours else "note", remedy="Send Allow with 405.")  # fmt: skip
+
+
+def _methods(ask: Ask, out: Checks) -> None:
+    told = {}
+    for method, path in (
+        ("HEAD", "/health"),
+        ("OPTIONS", PATHS["chat"]),
+        ("OPTIONS", "/v1/models"),
+        ("DELETE", "/health"),
+    ):
+        try:
+            told[f"{method} {path}"] = ask.client.request(method, path)
+        except NoAnswer as error:
+            out.judge("http.other", "HEAD, OPTIONS and DELETE are answered", False, f"{method} {path}: {error}")
+            return
+    bad = {name: answer.status for name, answer in told.items() if answer.status >= 500}
+    body = told["HEAD /health"].body
+    out.judge(
+        "http.other", "HEAD, OPTIONS and DELETE are answered, HEAD without a body", not bad and not body,
+        {name: answer.status for name, answer in told.items()}, "below 500", remedy="Answer 405 where it is not taken.",
+    )  # fmt: skip
+
+
+def _headers(ask: Ask, out: Checks) -> None:
+    answer = ask.client.get("/v1/models", headers={"X-Long": "x" * HEADER_BYTES})
+    out.judge(
+        "http.headers", f"a header of {HEADER_BYTES // 1000} kB is read or refused, never a 5xx", answer.status < 500,
+        answer.status, "200, 400 or 431", remedy="Bound the head of a request, and answer 431 beyond.",
+    )  # fmt: skip
+
+
+def _keys(ask: Ask, out: Checks) -> None:
+    claim = "requests without the key, or with a wrong one, are 401"
+    if not ask.client.headers:
+        out.skip("http.keys", claim, "no key is needed")
+        return
+    told: dict[str, Answer] = {}
+    for name, value in (("none", None), ("wrong", "Bearer wrong"), ("half", ask.client.headers["Authorization"][:-2])):
+        told[name] = ask.client.post(
+            PATHS[ask.api or "chat"], ask.body(ask.api or "chat", "Hi.", max_tokens=1), headers={"Authorization": value}
+        )
+    wrong = {name: answer.said for name, answer in told.items() if answer.status not in (401, 403)}
+    out.judge("http.keys", claim, not wrong, wrong or sorted(told), "401", remedy="Compare the whole key, always.",
+              bad="note" if len(wrong) == len(told) and not ask.ours else "fail")  # fmt: skip
+
+
+# --- probes and counters
+
+
+def _health(ask: Ask, out: Checks) -> None:
+    for path, claim in (
+        ("/health", "/health is 200 while it serves"), ("/ready", "/ready is 200 while it serves"),
+        ("/version", "/version tells the version"), ("/metrics", "/metrics are for Prometheus"),
+    ):  # fmt: skip
+        answer = ask.client.get(path)
+        kind = f"probes{path.replace('/', '.')}"
+        if answer.status in (404, 405) and not ask.ours:
+            out.skip(kind, claim, f"refused with {answer.said}")
+            continue
+        right = answer.ok
+        if path == "/metrics" and right:
+            right = _families(answer) is not None
+        out.judge(kind, claim, right, answer.status if right else answer.said, "200, in the form of its kind",
+                  remedy="Answer probes from what is known, without waiting.")  # fmt: skip
+
+
+def _families(answer: Answer) -> Mapping[str, float] | None:
+    """Sample name -> sum over its labels; None when it is no exposition format."""
+    found: dict[str, float] = {}
+    try:
+        for family in text_string_to_metric_families(answer.body.decode("utf-8", "replace")):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    except ValueError:
+        return None
+    return found
+
+
+def _metrics(ask: Ask) -> Mapping[str, float]:
+    answer = ask.client.get("/metrics")
+    return (_families(answer) or {}) if answer.ok else {}
+
+
+def _openapi(ask: Ask, out: Checks) -> None:
+    answer = ask.client.get("/openapi.json")
+    if not answer.ok:
+        raise Refused(answer)
+    paths = answer.json.get("paths") if isinstance(answer.json, dict) else None
+    if not isinstance(paths, dict):
+        raise Malformed("/openapi.json has no paths")
+    missing = [PATHS[api] for api in ask.apis if PATHS[api] not in paths]
+    out.judge("probes.openapi", "/openapi.json describes what is served", not missing, missing or f"{len(paths)} paths",
+              "every endpoint", remedy="Describe the endpoints that are served.")  # fmt: skip
+
+
+def _tokens(ask: Ask, out: Checks) -> None:
+    claim, name = "the counter of generated tokens counts what usage tells", f"{TOKENS}_total"
+    before = _metrics(ask)
+    if name not in before:
+        out.skip("metrics.tokens", claim, f"/metrics has no {name}")
+        return
+    used = ask.whole(ask.api or "chat", "Count to ten.", temperature=0, max_tokens=9).used.completion
+    grown, deadline = 0.0, time.monotonic() + 5
+    while grown < used and time.monotonic() < deadline:  # some servers update their counters now and then
+        grown = _metrics(ask).get(name, 0.0) - before[name]
+        time.sleep(0.05)
+    out.judge("metrics.tokens", claim, grown == used, f"{grown:.0f} for {used} tokens", "equal",
+              remedy="Count tokens where they are sent; let nothing else ask this server meanwhile.")  # fmt: skip
+
+
+# --- clients that leave, and many of them
+
+
+def _load(ask: Ask) -> tuple[float, float] | None:
+    """(requests running or waiting, share of the cache in use), by /progress or by metrics; None: it tells neither."""
+    answer = ask.client.get("/progress")
+    seen = answer.json.get("progress") if answer.ok and isinstance(answer.json, dict) else None
+    if isinstance(seen, dict):
+        return float(seen.get("running", 0)) + float(seen.get("waiting", 0)), float(seen.get("usage", 0.0))
+    metrics = _metrics(ask)
+    if RUNNING in metrics:
+        return metrics[RUNNING], metrics.get(USAGE, 0.0)
+    return None
+
+
+def _cancelled(ask: Ask, out: Checks) -> None:
+    claim = "clients that leave in the middle of an answer free what they held"
+    if _load(ask) is None:
+        out.skip("cancel.freed", claim, "the server does not tell what it holds: no /progress, and no such metrics",
+                 "scheduler")  # fmt: skip
+        return
+    api = ask.api or "chat"
+    limit = ask.card.get("max_model_len")
+    tokens = max(64, min(1024, limit - 256 if isinstance(limit, int) else 1024))
+    ignore = {"ignore_eos": True} if ask.ignores_stops else {}
+    for _ in range(ask.amount(2, 6, 20)):
+        body = ask.body(api, "Count as far as you can.", temperature=0, max_tokens=tokens, stream=True, **ignore)
+        ask.client.leave(PATHS[api], body, num_bytes=1)
+    began, held = time.monotonic(), (1.0, 1.0)
+    while any(held) and time.monotonic() < began + FREED_SECONDS:
+        held = _load(ask) or (0.0, 0.0)
+        time.sleep(0.05)
+    out.judge(
+        "cancel.freed", claim, not any(held), f"{held[0]:.0f} requests and {held[1]:.2%} of the cache held after "
+        f"{time.monotonic() - began:.1f} s", f"nothing within {FREED_SECONDS:.0f} s", layer="scheduler",
+        remedy="Abort a request in the engine when its connection closes, and free its blocks.",
+    )  # fmt: skip
+
+
+def _many(ask: Ask, out: Checks) -> None:
+    api = ask.api or "chat"
+    prompts = [f"Write the number {number} in words." for number in range(4)]
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
+    alone = [ask.whole(api, prompt, **fields).one.said for prompt in prompts]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = list(pool.map(lambda n: ask.post(api, prompts[n % 4], **fields), range(AT_ONCE)))
+    busy = [answer for answer in answers if answer.status in (429, 503)]
+    told = [(number, answer) for number, answer in enumerate(answers) if answer not in busy]
+    wrong = [number for number, answer in told if whole(answer, api).one.said != alone[number % 4]]
+    # batches of other sizes may turn over near ties, on kernels that are not the same for all sizes
+    out.judge(
+        "many.same", f"{AT_ONCE} at once get the answers they get alone", not wrong,
+        f"{len(wrong)} of {len(told)} differ, {len(busy)} were refused for now", "none", layer="scheduler",
+        bad="fail" if len(wrong) > len(told) / 3 else "note",
+        remedy="Look for rows that see each other: slots, masks, block tables.",
+    )  # fmt: skip
+    claim = "an answer of 429 or 503 says when to come back"
+    if not busy:
+        out.skip("overload.retry", claim, f"{AT_ONCE} at once were all answered")
+        return
+    silent = [answer.status for answer in busy if not answer.headers.get("retry-after", "").isdigit()]
+    out.judge("overload.retry", claim, not silent, silent or len(busy), "Retry-After in seconds",
+              remedy="Send Retry-After with 429 and 503.")  # fmt: skip
+
+
+def _alive(ask: Ask, out: Checks) -> None:
+    reply = ask.whole(ask.api or "chat", "Hello.", temperature=0, max_tokens=4)
+    out.judge("alive", "after all of this the server answers as before", bool(reply.choices), reply.one.finish,
+              "an answer", remedy="Find the request after which it no longer does: they are in order.")  # fmt: skip

@@ -1,0 +1,128 @@
+"""The engine frozen and killed, the server asked to end, and started again. Only for a server that is ours to hurt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from dayzero.acceptance.accept.stage import RunningServer
+from dayzero.acceptance.stages.long_known import Known, limit_of
+from dayzero.acceptance.stages.robust_ask import Completion, Prompt, eventually
+from dayzero.acceptance.stages.robust_same import Difference, difference
+from dayzero.acceptance.stages.robust_soak import gauges
+
+STEPS_OF_SLACK = 5  # docs/operations.md, Probes: frozen is five times the slowest of 100 steps, where that is longer
+DEATH_SECONDS = 2.0  # docs/operations.md, Processes: /health turns 503 within two seconds
+POLL_SLACK = 1.0  # of this client, on a machine that is busy with the server
+STREAMS = 3
+BEGIN_SECONDS = 30.0  # for an answer to begin
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """bound: seconds in which /health has to say so; seen: in which it did, None: not at all. back: until it was well
+    again. answer: to the request that waited."""
+
+    bound: float
+    seen: float | None
+    back: float | None
+    answer: Difference
+
+
+@dataclass(frozen=True)
+class Killed:
+    """ends: how each stream ended; open: streams that ended well, or not at all. sick: seconds until /health said so.
+    ready: until requests were taken again. answer: of one behind it."""
+
+    ends: list[Completion]
+    sick: float | None
+    ready: float | None
+    answer: Difference
+
+
+@dataclass(frozen=True)
+class Drained:
+    """running: the answer that had begun. asked: tokens it was to have. late: statuses of requests that came behind the
+    signal, in order. code: exit code. seconds: from the signal to the end."""
+
+    running: Completion
+    asked: int
+    late: list[int]
+    code: int
+    seconds: float
+
+
+def engine_of(server: RunningServer) -> int:
+    return server.process_ids[1]
+
+
+def freeze(server: RunningServer, known: Known, case: tuple[Prompt, Completion], stall: float, bound: float) -> Frozen:
+    """Stop the engine process with work queued; let it go on. case: a prompt and what it got alone."""
+    slowest = gauges(known.asker).get("engine_slowest_step_seconds", 0.0)
+    limit = max(stall, STEPS_OF_SLACK * slowest) + POLL_SLACK
+    pid, (prompt, alone) = engine_of(server), case
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(known.asker.complete, prompt, len(alone.tokens) or 8)
+            try:
+                seen = eventually(lambda: known.asker.status("/health") == 503, limit)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            answer = waiting.result()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    back = eventually(lambda: known.asker.status("/health") == 200, limit)
+    return Frozen(limit, seen, back, difference(alone, answer, bound))
+
+
+def kill(
+    server: RunningServer, known: Known, case: tuple[Prompt, Completion], bound: float, ready_seconds: float
+) -> Killed:
+    """Kill the engine process under streams that run."""
+    prompt, alone = case
+    with ThreadPoolExecutor(STREAMS) as pool:
+        streams = _begin(pool, known, prompt, STREAMS)
+        os.kill(engine_of(server), signal.SIGKILL)
+        sick = eventually(lambda: known.asker.status("/health") == 503, DEATH_SECONDS + POLL_SLACK, every=0.02)
+        ends = [stream.result() for stream in streams]
+    ready = eventually(lambda: known.asker.status("/ready") == 200, ready_seconds, every=0.2)
+    answer = known.asker.complete(prompt, len(alone.tokens) or 8)
+    return Killed(ends, sick, ready, difference(alone, answer, bound))
+
+
+def drain(server: RunningServer, known: Known, prompt: Prompt, seconds: float) -> Drained:
+    """Ask the server to end while an answer runs."""
+    late, done = list[int](), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        (running,) = _begin(pool, known, prompt, 1)
+        began = time.monotonic()
+        ending = pool.submit(server.stop, seconds)
+        ending.add_done_callback(lambda _: done.set())
+        while not done.is_set() and len(late) < 200:
+            late.append(known.asker.complete(prompt, 1).status)
+            done.wait(0.05)
+        return Drained(running.result(), long_answer(known), late, ending.result(), time.monotonic() - began)
+
+
+def long_answer(known: Known) -> int:
+    """Tokens of an answer that still runs when something happens to it."""
+    return max(2, min(300, (limit_of(known) or 1 << 30) // 2))
+
+
+def _begin(pool: ThreadPoolExecutor, known: Known, prompt: Prompt, count: int) -> Sequence[Future[Completion]]:
+    """So many streams, running."""
+    usage = {"include_usage": True}
+    ask: Callable[[], Completion] = lambda: known.asker.complete(  # noqa: E731
+        prompt, long_answer(known), stream=True, stream_options=usage
+    )
+    streams = [pool.submit(ask) for _ in range(count)]
+    eventually(lambda: gauges(known.asker).get("num_requests_running", 0) >= count, BEGIN_SECONDS, every=0.01)
+    return streams

@@ -1,0 +1,182 @@
+"""A long mixed load: does memory grow, does a token get lost or come twice, is anything held behind it?
+
+Among the requests are long and short ones, shared prefixes, streams and whole answers, clients that leave, and bad
+requests. Each answer is held against what the same prompt got alone before the load began.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dayzero.acceptance.accept.http import NoAnswer
+from dayzero.acceptance.stages import robust_memory
+from dayzero.acceptance.stages.long_known import Known, limit_of
+from dayzero.acceptance.stages.robust_ask import PATH, Asker, Completion, Prompt, eventually
+from dayzero.acceptance.stages.robust_same import difference
+
+NUM_PROMPTS, NUM_CLIENTS, SAMPLE_SECONDS, SETTLE_SECONDS = 12, 8, 0.2, 20.0
+SHARED_TOKENS, OWN_TOKENS = 90, 60
+BAD: tuple[Mapping[str, Any], ...] = (
+    {"prompt": "x", "max_tokens": -1},
+    {"prompt": [[]], "max_tokens": 1},
+    {"prompt": "x", "temperature": "hot"},
+    {"prompt": "x", "max_tokens": 10**9},
+    {"prompt": {"a": 1}},
+    {"model": "nobody", "prompt": "x"},
+)
+_GAUGE = re.compile(r"^(?:dayzero|vllm):(?P<name>\w+)(?:\{[^}]*\})? (?P<value>[0-9.eE+-]+)$", re.MULTILINE)
+
+
+@dataclass
+class Soak:
+    """memory: (seconds, bytes of each process). wrong: answers that differ from the one alone, and bad requests that
+    were not refused. failed: good requests without an answer. parted: answers that went another way at a tie."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    memory: list[tuple[float, list[int]]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    not_refused: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    parted: int = 0
+    seconds: float = 0.0
+
+    def series(self, process: int | None = None) -> list[tuple[float, float]]:
+        """(seconds, bytes) of all processes together, or of one."""
+        return [(t, float(sum(each) if process is None else each[process])) for t, each in self.memory]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked. prompts and how many tokens each answer has; alone: what each got with nobody beside it."""
+
+    prompts: Sequence[Prompt]
+    sizes: Sequence[int]
+    alone: Sequence[Completion]
+
+
+def load_of(known: Known, seed: int, told: Callable[[str], None] = lambda text: None, longer: int = 3) -> Load:
+    """Prompts that share beginnings, each asked alone once. longer: tokens that each answer has more than the last."""
+    deal, limit = random.Random(f"{seed} soak"), limit_of(known) or 1 << 30
+    shared_tokens, own_tokens = min(SHARED_TOKENS, max(2, limit // 4)), min(OWN_TOKENS, max(2, limit // 5))
+    base, prompts = known.prompt(deal, shared_tokens), list[Prompt]()
+    for _ in range(NUM_PROMPTS):
+        cut, own = deal.randrange(1, len(base)), known.prompt(deal, deal.randrange(1, own_tokens + 1))
+        if isinstance(base, list) and isinstance(own, list):
+            prompts.append([*base[:cut], *own])
+        else:
+            prompts.append(f"{base[:cut]} {own}")
+    sizes = [min(4 + longer * i, max(1, limit // 4)) for i in range(NUM_PROMPTS)]
+    alone = []
+    for number, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
+        told(f"prompt {number + 1} of {NUM_PROMPTS} alone")
+        alone.append(known.asker.complete(prompt, size, logprobs=2))
+    return Load(prompts, sizes, alone)
+
+
+def soak(known: Known, load: Load, seconds: float, memory: Callable[[], list[int]], bound: float, seed: int) -> Soak:
+    """Ask for so long. memory: resident bytes of the server's processes. bound: of ``robust_same.difference``."""
+    out, lock, stop = Soak(), threading.Lock(), threading.Event()
+    clients = [
+        threading.Thread(target=_client, args=(known.asker, load, out, (lock, stop), bound, f"{seed} {i}"), daemon=True)
+        for i in range(NUM_CLIENTS)
+    ]
+    began = time.monotonic()
+    for client in clients:
+        client.start()
+    while time.monotonic() - began < seconds:
+        time.sleep(SAMPLE_SECONDS)
+        out.memory.append((time.monotonic() - began, memory()))
+    stop.set()
+    for client in clients:
+        client.join(known.asker.timeout + 10)
+    out.seconds = time.monotonic() - began
+    return out
+
+
+def _client(
+    asker: Asker, load: Load, out: Soak, sync: tuple[threading.Lock, threading.Event], bound: float, seed: str
+) -> None:
+    deal, (lock, stop) = random.Random(seed), sync
+    while not stop.is_set():
+        which, kind = deal.randrange(len(load.prompts)), deal.random()
+        prompt, size = load.prompts[which], load.sizes[which]
+        if kind < 0.1:
+            bad = asker.send({**asker.body("x", 1), **deal.choice(BAD)})
+            with lock:
+                out.counts["bad"] += 1
+                if not 400 <= bad.status < 500:
+                    out.not_refused.append(f"a bad request got {bad.status}: {bad.error or bad.text}"[:300])
+        elif kind < 0.3:
+            leave(asker, prompt, 4 * size, deal)
+            with lock:
+                out.counts["left"] += 1
+        else:
+            _ask(asker, load, which, kind < 0.65, (out, lock, bound))
+
+
+def _ask(asker: Asker, load: Load, which: int, stream: bool, into: tuple[Soak, threading.Lock, float]) -> None:
+    out, lock, bound = into
+    usage = {"include_usage": True} if stream else None
+    got = asker.complete(load.prompts[which], load.sizes[which], stream=stream or None, stream_options=usage)
+    found = difference(load.alone[which], got, bound)
+    with lock:
+        if got.status == 429:
+            out.counts["refused"] += 1
+            return
+        out.counts["answers"] += 1
+        out.parted += found.tie
+        if not got.good:
+            out.failed.append(f"prompt {which}: {got.error}"[:300])
+        elif not found.same:
+            out.wrong.append(f"prompt {which}: {found.why}")
+
+
+def leave(asker: Asker, prompt: Prompt, max_tokens: int, deal: random.Random) -> None:
+    """A client that goes away, before its answer has begun or in the middle of it."""
+    body = asker.body(prompt, max_tokens, stream=True)
+    early = deal.random() < 0.5
+    try:
+        asker.client.leave(PATH, body, deal.randrange(1, 2000), timeout=0.02 + 0.2 * deal.random() if early else None)
+    except NoAnswer:
+        pass  # it left before there was one
+
+
+# --- what is held ----------------------------------------------------------------------------------------------------
+
+
+def gauges(asker: Asker) -> dict[str, float]:
+    """The server's numbers by name, without their prefixes and labels; empty where it exports none."""
+    try:
+        text = asker.client.get("/metrics").body.decode("utf-8", "replace")
+    except NoAnswer:
+        return {}
+    return {found["name"]: float(found["value"]) for found in _GAUGE.finditer(text)}
+
+
+HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+def held(asker: Asker, seconds: float = SETTLE_SECONDS) -> dict[str, float] | None:
+    """What is still held once the load has ended and ``seconds`` were given: all zero when it is as it should be. None
+    where the server does not say."""
+    last: dict[str, float] = {}
+
+    def nothing() -> bool:
+        nonlocal last
+        seen = gauges(asker)
+        last = {name: seen[name] for name in HELD if name in seen}
+        return bool(last) and not any(last.values())
+
+    eventually(nothing, seconds, every=0.2)
+    return last or None
+
+
+def memory_of(process_ids: tuple[int, ...]) -> Callable[[], list[int]]:
+    return lambda: robust_memory.resident(process_ids)

@@ -1,0 +1,172 @@
+"""What a checkpoint of the rehearsal model can do, measured through dayzero's offline API: greedy answers only.
+
+    python examples/rehearsal/evaluate.py --model MODEL --data DATA --out evaluation.json
+
+Needles: a number said at some depth of held-out text (or of one sentence over and over), asked for by the beginning of
+the same sentence and in a conversation. Pictures: all three of count, colour and shape must be named. Perplexity: of
+held-out text in runs of 2,048 tokens. Every share comes with its 95 % interval (Wilson); ``bound`` is the interval's
+lower end, what a test may ask of this model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bpe
+import images
+import numpy as np
+import phrases
+import tasks
+from PIL import Image
+
+from dayzero import LLM
+from dayzero.engine.request import SamplingParams
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+RUN = 2048
+SEED = 20_000_000  # beyond all steps, whose numbers seed what is trained on
+PROMPTS = ("In the beginning God created", "And the king said unto", "To be, or not to be", "What light through")
+
+
+@dataclass(frozen=True)
+class Needle:
+    name: str
+    number: str
+    ids: list[int]
+    text: str
+
+
+def share(right: int, count: int) -> dict[str, Any]:
+    """A share and its 95 % interval (Wilson 1927)."""
+    z, p = 1.96, right / count
+    middle = (p + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return {"right": right, "of": count, "share": round(p, 4), "bound": round(max(0.0, middle - half), 4)}
+
+
+def needles(maker: tasks.Tasks, length: int, depths: int, repeats: int) -> Iterator[Needle]:
+    """Of exactly ``length`` tokens, the question included; depths spread evenly from the start to the end."""
+    encode = maker.encoder.encode
+    for number in range(depths * repeats):
+        random = np.random.default_rng((SEED, length, number))
+        ((name, value),) = maker.facts(random, 1)
+        told = encode(f" {phrases.STATEMENT.format(name)} {value}.")
+        question = encode(f" {phrases.STATEMENT.format(name)}")
+        room = length - len(told) - len(question)
+        filler = maker.filler(random, room)[0].tolist()
+        cut = round(room * (number // repeats) / max(1, depths - 1))
+        body = [*filler[:cut], *told, *filler[cut:]]
+        yield Needle(name, value, [*body, *question], maker.encoder.decode(body))
+
+
+def needle_grid(llm: LLM, maker: tasks.Tasks, lengths: list[int], depths: int, repeats: int) -> dict[str, Any]:
+    params = SamplingParams(temperature=0, max_tokens=10)
+    out: dict[str, Any] = {}
+    for length in lengths:
+        asked = list(needles(maker, length, depths, repeats))
+        answers = llm.generate([needle.ids for needle in asked], params)
+        right = [_number(answer.text) == needle.number for needle, answer in zip(asked, answers, strict=True)]
+        by_depth = [sum(right[i * repeats : (i + 1) * repeats]) for i in range(depths)]
+        out[str(length)] = share(sum(right), len(right)) | {"by_depth": by_depth}
+    return out
+
+
+def asked_needles(llm: LLM, maker: tasks.Tasks, lengths: list[int], depths: int) -> dict[str, Any]:
+    """The same in conversations, every other one with thinking switched off."""
+    params = SamplingParams(temperature=0, max_tokens=60)
+    out: dict[str, Any] = {}
+    for length in lengths:
+        right = 0
+        asked = list(needles(maker, length - 100, depths, 1))
+        for number, needle in enumerate(asked):
+            question = phrases.ASK_NUMBER[number % len(phrases.ASK_NUMBER)].format(needle.name)
+            message = {"role": "user", "content": f"{needle.text} {question}"}
+            answer = llm.chat([message], params, thinking=number % 2 == 0)
+            right += _number(answer.message.content or "") == needle.number
+        out[str(length)] = share(right, len(asked))
+    return out
+
+
+def _number(text: str) -> str:
+    """The first number in a text."""
+    found = re.search(r"\d+", text)
+    return found.group() if found else ""
+
+
+def pictures(llm: LLM, count: int) -> dict[str, Any]:
+    params = SamplingParams(temperature=0, max_tokens=40)
+    right = dict.fromkeys(("all", "count", "colour", "shape"), 0)
+    for number in range(count):
+        shown = images.draw(np.random.default_rng((SEED, 1, number)))
+        question = phrases.ASK_PICTURE[number % len(phrases.ASK_PICTURE)]
+        content = [{"image": Image.fromarray(shown.pixels)}, {"type": "text", "text": question}]
+        answer = llm.chat([{"role": "user", "content": content}], params, thinking=number % 2 == 0)
+        said = (answer.message.content or "").split()
+        right["all"] += said == shown.answer.split()
+        for place, (name, word) in enumerate(zip(("count", "colour", "shape"), shown.answer.split(), strict=True)):
+            right[name] += said[place : place + 1] == [word]
+    return {name: share(value, count) for name, value in right.items()}
+
+
+def perplexity(llm: LLM, ids: list[int], runs: int) -> dict[str, Any]:
+    losses: list[float] = []
+    for first in range(0, min(len(ids) - RUN, runs * RUN), RUN):
+        (answer,) = llm.generate([ids[first : first + RUN]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        losses += [-one.logprob for one in answer.prompt_logprobs or ()]
+    mean = sum(losses) / len(losses)
+    return {"tokens": len(losses), "loss": round(mean, 4), "perplexity": round(math.exp(mean), 2)}
+
+
+def samples(llm: LLM) -> dict[str, str]:
+    """To be looked at."""
+    params = SamplingParams(temperature=0, max_tokens=40)
+    out = {text: llm.generate(text, params)[0].text for text in PROMPTS}
+    for questions, _ in phrases.TALK[:6]:
+        out[questions[0]] = llm.chat([{"role": "user", "content": questions[0]}], params).message.content or ""
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure a checkpoint of the rehearsal model.")
+    parser.add_argument("--model", required=True, help="folder that export.py wrote")
+    parser.add_argument("--data", type=Path, required=True, help="folder that corpus.py wrote")
+    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--depths", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=12, help="needles at each depth")
+    parser.add_argument("--pictures", type=int, default=400)
+    parser.add_argument("--runs", type=int, default=16, help="of held-out text")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--device", default=None)
+    asked = parser.parse_args()
+    begun = time.monotonic()
+    held_out = np.load(asked.data / "text.npz")["held_out"]
+    maker = tasks.Tasks(bpe.read(asked.data / "tiktoken.model"), held_out)
+    lengths = [int(length) for length in asked.lengths.split(",")]
+    options = {name: value for name in ("threads", "device") if (value := getattr(asked, name)) is not None}
+    with LLM(asked.model, **options) as llm:
+        found = {
+            "needles": needle_grid(llm, maker, lengths, asked.depths, asked.repeats),
+            "asked_needles": asked_needles(llm, maker, lengths, asked.depths),
+            "pictures": pictures(llm, asked.pictures),
+            "held_out": perplexity(llm, held_out.tolist(), asked.runs),
+            "samples": samples(llm),
+            "device": str(asked.device or "cpu"),
+        }
+    found["seconds"] = round(time.monotonic() - begun)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if asked.out is not None:
+        asked.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Servers of an acceptance: started, found dead, ended whatever happens; and foreign ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dayzero.acceptance.accept.http import Client, NoAnswer
+from dayzero.acceptance.accept.service import Servers
+from dayzero.acceptance.accept.stage import Subject
+from dayzero.acceptance.server_process import NotServing, ServerProcess
+from dayzero.errors import MachineError
+from tests.clients.small_model import write_model
+from tests.paper.server_support import make, serving
+
+OPTIONS = ("--dtype", "float32", "--threads", "1", "--pool-bytes", "8MiB")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "small"
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def servers(model: Path, tmp_path: Path) -> Iterator[Servers]:
+    with Servers(Subject(str(model), serve=OPTIONS), tmp_path / "servers") as made:
+        yield made
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_one_server_is_shared_private_ones_are_not_and_none_stays(model: Path, tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with Servers(Subject(str(model), serve=OPTIONS), tmp_path) as servers:
+        assert servers.own
+        shared = servers.shared()
+        assert servers.shared() is shared and shared.model == "small"
+        http, engine = shared.process_ids
+        assert "dayzero.engine.worker" in " ".join(psutil.Process(engine).cmdline())
+        assert psutil.Process(engine).ppid() == http and psutil.Process(http).ppid() == os.getpid()
+        assert Client(shared.address, shared.headers).get("/v1/models").ok
+        assert Client(shared.address).get("/v1/models").status == 401, "everybody on this machine may disturb it"
+        with servers.private("--max-model-len", "64") as private:
+            assert private.address != shared.address
+            listed = Client(private.address, private.headers).get("/v1/models").json
+            assert listed["data"][0]["max_model_len"] == 64
+            pids = private.process_ids
+        assert pids and all(gone(pid) for pid in pids)
+        assert len(list(tmp_path.glob("server-*.log"))) == 2
+    assert all(gone(pid) for pid in (http, engine))
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_server_ends_by_itself_when_it_is_asked(servers: Servers) -> None:
+    with servers.private() as private:
+        assert private.stop() == 0 and private.process_ids == ()
+        with pytest.raises(NoAnswer, match="was not answered"):
+            Client(private.address, private.headers).get("/health")
+
+
+def test_one_that_does_not_end_is_killed_with_its_engine(servers: Servers) -> None:
+    with servers.private() as private:
+        http, engine = private.process_ids
+        os.kill(http, signal.SIGSTOP)
+        assert private.stop(0.3) == -signal.SIGKILL
+        assert gone(engine)
+
+
+def test_frozen_processes_are_ended_too(servers: Servers) -> None:
+    with servers.private() as private:
+        pids = private.process_ids
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_server_that_died_is_told_of_once_and_replaced(servers: Servers) -> None:
+    first = servers.shared()
+    os.kill(first.process_ids[0], signal.SIGKILL)
+    assert first.stop() == -signal.SIGKILL
+    with pytest.raises(MachineError, match=r"ended with -9 while it was tested.*server-1\.log"):
+        servers.shared()
+    second = servers.shared()
+    assert Client(second.address, second.headers).get("/ready").ok
+
+
+def test_an_error_in_a_stage_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def stage() -> None:
+        with Servers(Subject(str(model), serve=OPTIONS), tmp_path) as servers:
+            pids.extend(servers.shared().process_ids)
+            with servers.private() as private:
+                pids.extend(private.process_ids)
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stage()
+    assert len(pids) == 4 and all(gone(pid) for pid in pids)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NobodyKnowsForCausalLM"]}')
+    before = set(psutil.Process().children(recursive=True))
+    with Servers(Subject(str(tmp_path)), tmp_path / "logs") as servers:
+        with pytest.raises(MachineError, match=r"NobodyKnows.*server-1\.log"):
+            servers.shared()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_one_that_never_becomes_ready_is_given_up(model: Path, tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with Servers(Subject(str(model), serve=OPTIONS), tmp_path, start_seconds=0.0) as servers:
+        with pytest.raises(MachineError, match="not ready after 0 seconds"):
+            servers.shared()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo loading >&2; echo boom >&2; exit 5", r"ended with 5 before it was ready: loading \| boom"),
+        ("echo error: no space >&2; echo bye >&2; exit 3", "ended with 3 before it was ready: no space"),
+        ('echo \'{"error": {"message": "no recipe"}}\'; exit 1', "ended with 1 before it was ready: no recipe"),
+        ("kill -9 $$", "ended with -9 before it was ready: it said nothing"),
+    ],
+)
+def test_last_words_are_the_error_or_the_end_of_the_log(
+    script: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    process = ServerProcess(("model",), tmp_path / "log")
+    try:
+        with pytest.raises(NotServing, match=why):
+            process.address(30)
+    finally:
+        process.end()
+
+
+def test_a_foreign_server_is_asked_and_left_alone() -> None:
+    with serving(make(api_keys=("sesame",))) as url:
+        with Servers(Subject(None, url=f"{url}/v1", api_key="sesame"), Path("nowhere")) as servers:
+            found = servers.shared()
+            assert not servers.own and found.model == "tiny" and found.address == url and found.process_ids == ()
+            assert Client(found.address, found.headers).get("/v1/models/tiny").ok
+            with pytest.raises(RuntimeError, match="not started here"):
+                found.stop()
+            with pytest.raises(RuntimeError, match="other options"), servers.private():
+                pass
+        assert Client(url).get("/health").ok
+        with Servers(Subject(None, url=url, model="also-tiny", api_key="sesame"), Path("nowhere")) as servers:
+            assert servers.shared().model == "also-tiny"
+        with Servers(Subject(None, url=url), Path("nowhere")) as servers:
+            with pytest.raises(MachineError, match="answered 401.*key"):
+                servers.shared()
+    assert not Path("nowhere").exists()
+    with Servers(Subject(None, url=url), Path("nowhere")) as servers:
+        with pytest.raises(MachineError, match="no server answers"):
+            servers.shared()
+
+
+def test_what_is_no_openai_server_is_named() -> None:
+    class Silent:
+        async def __call__(self, scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b'{"data": []}'})
+
+    world = make()
+    world.app = Silent()  # type: ignore[assignment]
+    with serving(world) as url, Servers(Subject(None, url=url), Path("nowhere")) as servers:
+        with pytest.raises(MachineError, match="lists no model"):
+            servers.shared()
