@@ -34,8 +34,8 @@ def sparse(q: Tensor, k: Tensor, v: Tensor, index: Index, top_k: int) -> Tensor:
     outs = []
     for number in range(len(q)):
         seen = visible(Index(*(part[number : number + 1] for part in index)), top_k)
-        one = (x[number : number + 1].transpose(1, 2) for x in (q, k, v))
-        outs.append(F.scaled_dot_product_attention(*one, attn_mask=seen[:, None]))
+        q_one, k_one, v_one = (x[number : number + 1].transpose(1, 2) for x in (q, k, v))
+        outs.append(F.scaled_dot_product_attention(q_one, k_one, v_one, attn_mask=seen[:, None]))
     return torch.cat(outs).transpose(1, 2)
 
 
@@ -54,7 +54,7 @@ def visible(index: Index, top_k: int) -> Tensor:
 
 def index_scores(index: Index) -> Tensor:
     """[B, rows, L]: sum over the index's heads of w ReLU(q k size^-1/2). index.q and weights: those of the rows."""
-    scores = 0.0
+    scores = torch.zeros((), dtype=index.q.dtype, device=index.q.device)
     for head in range(index.q.shape[2]):
         dots = index.q[:, :, head] @ index.k.transpose(1, 2) * index.k.shape[2] ** -0.5
         scores = scores + index.weights[:, :, head, None] * dots.clamp_min(0)

@@ -18,6 +18,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import bpe
 import numpy as np
@@ -89,7 +90,7 @@ def main() -> None:
     encoder = bpe.Encoder(bpe.learn(train + phrases.vocabulary_text(), NUM_RANKS))
     asked.out.mkdir(parents=True, exist_ok=True)
     bpe.write(asked.out, encoder)
-    ids = {name: np.array(encoder.encode(text), np.uint16) for name, text in texts.items()}
+    ids: dict[str, Any] = {name: np.array(encoder.encode(text), np.uint16) for name, text in texts.items()}
     np.savez_compressed(asked.out / "text.npz", **ids)
     (asked.out / "held_out.txt").write_text(held_out, encoding="ascii")
     facts = {

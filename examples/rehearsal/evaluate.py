@@ -15,8 +15,6 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +23,13 @@ import images
 import numpy as np
 import phrases
 import tasks
+from measure import LENGTHS, RUN, SEED, needles, share
 from PIL import Image
 
 from dayzero import LLM
 from dayzero.engine.request import SamplingParams
 
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-RUN = 2048
-SEED = 20_000_000  # beyond all steps, whose numbers seed what is trained on
 PROMPTS = ("In the beginning God created", "And the king said unto", "To be, or not to be", "What light through")
-
-
-@dataclass(frozen=True)
-class Needle:
-    name: str
-    number: str
-    ids: list[int]
-    text: str
-
-
-def share(right: int, count: int) -> dict[str, Any]:
-    """A share and its 95 % interval (Wilson 1927)."""
-    z, p = 1.96, right / count
-    middle = (p + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return {"right": right, "of": count, "share": round(p, 4), "bound": round(max(0.0, middle - half), 4)}
-
-
-def needles(maker: tasks.Tasks, length: int, depths: int, repeats: int) -> Iterator[Needle]:
-    """Of exactly ``length`` tokens, the question included; depths spread evenly from the start to the end."""
-    encode = maker.encoder.encode
-    for number in range(depths * repeats):
-        random = np.random.default_rng((SEED, length, number))
-        ((name, value),) = maker.facts(random, 1)
-        told = encode(f" {phrases.STATEMENT.format(name)} {value}.")
-        question = encode(f" {phrases.STATEMENT.format(name)}")
-        room = length - len(told) - len(question)
-        filler = maker.filler(random, room)[0].tolist()
-        cut = round(room * (number // repeats) / max(1, depths - 1))
-        body = [*filler[:cut], *told, *filler[cut:]]
-        yield Needle(name, value, [*body, *question], maker.encoder.decode(body))
 
 
 def needle_grid(llm: LLM, maker: tasks.Tasks, lengths: list[int], depths: int, repeats: int) -> dict[str, Any]:
@@ -153,7 +118,7 @@ def main() -> None:
     lengths = [int(length) for length in asked.lengths.split(",")]
     options = {name: value for name in ("threads", "device") if (value := getattr(asked, name)) is not None}
     with LLM(asked.model, **options) as llm:
-        found = {
+        found: dict[str, Any] = {
             "needles": needle_grid(llm, maker, lengths, asked.depths, asked.repeats),
             "asked_needles": asked_needles(llm, maker, lengths, asked.depths),
             "pictures": pictures(llm, asked.pictures),

@@ -34,7 +34,7 @@ class Row:
     ids: Ids
     weight: Ids
     kind: Ids
-    pixels: Ids | None = None
+    pixels: Any = None
     place: int = -1
 
 
@@ -205,14 +205,14 @@ class Tasks:
             weight[target + 2 : target + size] = 1.0
         return Row(ids, weight * 0.5, np.where(weight > 0, ANSWER, NOTHING).astype(np.uint8))
 
-    def picture(self, random: Random, length: int) -> Row:
-        """A picture and questions about it."""
+    def picture(self, random: Random, length: int, whole: bool = False) -> Row:
+        """A picture and questions about it; whole: only what it is, once."""
         thinking = bool(random.random() < 0.5)
         shown = images.draw(random)
         out = Writer(self.encoder)
         out.open_user()
         before = random.random() < 0.7
-        first = self._about(random, shown, whole=random.random() < 0.7)
+        first = self._about(random, shown, whole=bool(random.random() < 0.7) or whole)
         if not before:
             out.say(first[0])
         out.image(images.SIDE, images.SIDE, (images.SIDE // 16) ** 2)
@@ -221,7 +221,7 @@ class Tasks:
             out.say(first[0])
         out.close_user()
         out.answer(first[1], thinking, 1.0, (first[1], SHARP))
-        while len(out.ids) + TURN <= length + 1:
+        while len(out.ids) + TURN <= length + 1 and not whole:
             question, answer = self._about(random, shown, whole=False)
             out.open_user()
             out.say(question)

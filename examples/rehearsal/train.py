@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import bpe
+import measure
 import model
 import numpy as np
 import sizes
@@ -27,10 +29,11 @@ import state
 import torch
 from data import KINDS, Arrays, Plan, Steps, loader, moved
 from model import Batch, Run
+from tasks import Tasks
 from torch import Tensor
 
 WARM_STEPS, FALL = 200, 0.35  # steps of rising; share of all steps in which the rate falls
-BETAS, DECAY, CLIP = (0.9, 0.98), 0.05, 1.0
+BETAS, DECAY, CLIP = (0.9, 0.98), 0.1, 1.0
 BALANCE = 1e-3  # by which a router's bias moves a step, against the load
 INDEX_WEIGHT = 1.0
 LOG_EVERY = 20
@@ -100,23 +103,13 @@ def make_trainer(plan: Plan, rate: float, run: Run, config: sizes.Config, device
     return Trainer(masters, optimizer, plan, rate, run, config)
 
 
-@torch.no_grad()
-def held_out(trainer: Trainer, ids: Any, length: int = 2048) -> dict[str, float]:
-    """Mean loss over the held-out text in runs of ``length`` tokens, each read from nothing."""
-    count = (len(ids) - 1) // length
-    rows = torch.from_numpy(np.stack([ids[i * length : (i + 1) * length + 1] for i in range(count)]).astype(np.int64))
-    weights = model.working(trainer.masters, trainer.run.dtype)
-    total = 0.0
-    for row in rows.to(trainer.device).split(max(1, trainer.plan.tokens // length)):
-        none = torch.zeros_like(row[:, :1])
-        batch = Batch(row[:, :-1], row[:, 1:], none.float(), none, none)
-        # Not compiled: the last piece has a shape of its own.
-        run = Run(trainer.run.dtype, sparse=trainer.plan.is_sparse(trainer.step))
-        h = model.hidden(weights, trainer.config, batch, run)
-        losses, _ = model.token_losses(h, weights["lm_head.weight"], batch.targets.flatten())
-        total += float(losses.double().sum())
-    loss = total / (count * length)
-    return {"held_out_tokens": count * length, "held_out_loss": loss, "held_out_perplexity": math.exp(loss)}
+def measured(trainer: Trainer, data: Path, count: int) -> dict[str, Any]:
+    """The goals on text that was held out; not compiled, since these shapes come once."""
+    run = Run(trainer.run.dtype, sparse=trainer.plan.is_sparse(trainer.step))
+    with torch.no_grad():
+        held = measure.Model(model.working(trainer.masters, run.dtype), trainer.config, run)
+    maker = Tasks(bpe.read(data / "tiktoken.model"), np.load(data / "text.npz")["held_out"])
+    return measure.all_of(held, maker, trainer.plan.longest, count)
 
 
 class Log:
@@ -202,6 +195,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=12, help="processes that make batches")
     parser.add_argument("--keep-minutes", type=float, default=2.0, help="between states")
+    parser.add_argument("--measure", type=int, default=256, help="needles at each length, and pictures, at the end")
     parser.add_argument("--compile", action="store_true", help="torch.compile the parts of a layer")
     parser.add_argument("--small", action="store_true", help="a model of 0.5 M parameters, for trials on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -223,10 +217,16 @@ def main() -> None:
     batches = loader(Steps(asked.data, plan), range(first, plan.steps), asked.workers)
     train(trainer, batches, begun + asked.minutes * 60, asked.out, asked.keep_minutes * 60)
     keep(trainer, asked.out)
-    told = held_out(trainer, np.load(asked.data / "text.npz")["held_out"])
-    seconds = time.monotonic() - begun
-    Log(asked.out / "log.jsonl").put({"step": trainer.step, "seconds": round(seconds, 1), **told})
-    print(json.dumps({"from": first, "step": trainer.step, "of": plan.steps, "seconds": round(seconds, 1), **told}))
+    told = measured(trainer, asked.data, asked.measure) if asked.measure else {}
+    line = {
+        "step": trainer.step,
+        "of": plan.steps,
+        "from": first,
+        "seconds": round(time.monotonic() - begun, 1),
+        **told,
+    }
+    Log(asked.out / "log.jsonl").put(line)
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

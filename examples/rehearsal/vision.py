@@ -71,7 +71,8 @@ def block(x: Tensor, own: Weights, turns: tuple[Tensor, Tensor], heads: int) -> 
     y = norm(x, own["norm0.weight"], TOWER_EPS).to(dtype) @ own["wqkv.weight"].T
     q, k, v = y.unflatten(2, (3, heads, -1)).unbind(2)
     q, k = turn(q, turns).to(dtype), turn(k, turns).to(dtype)
-    o = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v))).transpose(1, 2)
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
     x = x + (o.flatten(2) @ own["wo.weight"].T).to(x.dtype)
     y = norm(x, own["norm1.weight"], TOWER_EPS).to(dtype) @ own["mlp.fc0.weight"].T
     return x + (F.gelu(y, approximate="tanh") @ own["mlp.fc1.weight"].T).to(x.dtype)

@@ -425,7 +425,8 @@ def test_an_end_that_is_not_as_documented_fails() -> None:
     good = Drained(Completion(200, output_tokens=9), 9, [200, 503, 0], 0, 3.0)
     assert failed(judge.drained(good, 60.0)) == {}
     for change, kind in (
-        ({"running": Completion(200, output_tokens=4)}, "running"), ({"late": [503, 200]}, "refused"), ({"late": [200, 200]}, "refused"),
+        ({"running": Completion(200, output_tokens=4)}, "running"), ({"late": [503, 200]}, "refused"),
+        ({"late": [200, 200]}, "refused"),
         ({"code": 137}, "exit"), ({"seconds": 90.0}, "exit"),
     ):  # fmt: skip
         assert failed(judge.drained(replace(good, **change), 60.0)) == {f"robust.drain.{kind}": "server"}

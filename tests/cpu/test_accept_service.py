@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -113,6 +115,31 @@ def test_an_error_in_a_stage_leaves_nothing(model: Path, tmp_path: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         stage()
     assert len(pids) == 4 and all(gone(pid) for pid in pids)
+
+
+def test_a_process_that_is_asked_to_end_takes_its_servers_along(tmp_path: Path) -> None:
+    """As CI's time limit does, by SIGTERM."""
+    python = tmp_path / "python"
+    told = json.dumps({"address": "http://127.0.0.1:9", "served": ["x"]})
+    python.write_text(f"#!/bin/sh\necho '{told}'\nexec sleep 600\n")
+    python.chmod(0o755)
+    code = f"""
+import sys, time
+from pathlib import Path
+from dayzero.acceptance.accept.service import Servers
+from dayzero.acceptance.accept.stage import Subject
+with Servers(Subject("model"), Path({str(tmp_path / "logs")!r})) as servers:
+    sys.executable = {str(python)!r}
+    print(servers.shared().process_ids[0], flush=True)
+    time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert psutil.pid_exists(pid)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors and gone(pid)
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:

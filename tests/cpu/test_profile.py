@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +20,10 @@ from dayzero.arch.cost import flops_per_token
 from dayzero.blocks.site import reference
 from dayzero.commands.profile import ProfileArguments, phases_of
 from dayzero.console import Console
-from dayzero.engine import load
+from dayzero.engine import graphs, load
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.launch import LaunchSpec
-from dayzero.engine.profiling import ceilings
+from dayzero.engine.profiling import ceilings, measure
 from dayzero.engine.profiling.hooks import Hooks
 from dayzero.engine.profiling.measure import Bench, Measured, Phase
 from dayzero.engine.profiling.work import Call, Counter, Work
@@ -36,7 +38,6 @@ from dayzero.view import Paged, Span
 CONFIGS = Path(__file__).parents[1] / "paper" / "configs"
 REFERENCE = (("*", "reference"),)
 CEILINGS = {"copy": 1e10, "f32": 1e11, "bf16": 1e11}
-PARTS = 3  # tries: another process may take the processor between two operators
 
 
 def bench_of(where: str, bindings: tuple[tuple[str, str], ...] = (), **more: Any) -> Bench:
@@ -64,17 +65,16 @@ def report_of(bench: Bench, measured: Measured, catalog: Catalog = CATALOG) -> P
 
 
 @pytest.mark.parametrize("phase", [Phase(True, 2, 32), Phase(False, 1, 64)], ids=lambda phase: phase.name)
-def test_operators_account_for_the_step(phase: Phase) -> None:
-    bench = bench_of(f"seeded:{CONFIGS / 'smollm2_135m.json'}?layers=3&vocab_size=2000", REFERENCE)
-    shares = []
-    for _ in range(PARTS):
-        measured = bench.measure(phase)
-        shares.append(report_of(bench, measured).accounted)
-        assert measured.tokens == (phase.rows if phase.decode else phase.tokens)
-        assert shares[-1] <= 1.0, "parts of a step are not longer than the step"
-        if shares[-1] >= 0.9:
-            break
-    assert max(shares) >= 0.9, shares
+def test_operators_account_for_the_step(phase: Phase, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of(f"seeded:{CONFIGS / 'smollm2_135m.json'}?layers=3&vocab_size=20000", REFERENCE)
+    # The thread's own time: that of other processes, which come between operators as they like, does not count.
+    own = SimpleNamespace(perf_counter=time.thread_time)
+    monkeypatch.setattr(graphs, "time", own)
+    monkeypatch.setattr(measure, "time", own)
+    measured = bench.measure(phase)
+    share = report_of(bench, measured).accounted
+    assert 0.9 <= share <= 1.0, "parts of a step are not longer than the step"
+    assert measured.tokens == (phase.rows if phase.decode else phase.tokens)
     assert measured.step_seconds > 0 and measured.device_seconds <= measured.step_seconds
     assert measured.launches is None and measured.replays == 0 and measured.evenness is None
 

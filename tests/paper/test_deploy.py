@@ -15,7 +15,7 @@ import typer
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from dayzero.cli import build_app
+from dayzero.cli import COMMANDS, build_app
 from dayzero.commands.serve import API_KEY
 from dayzero.engine.scheduler import _COUNTERS
 from dayzero.server.routes import ROUTES
@@ -200,11 +200,7 @@ def test_commands_in_the_manual_exist(document: str, least: int) -> None:
 
 
 def test_options_named_in_the_text_exist() -> None:
-    known = {
-        name
-        for command in ("serve", "bench", "chat", "plan", "inspect", "align", "accept", "profile")
-        for name in options_of(command)
-    }
+    known = {name for command in COMMANDS for name in options_of(command)}
     for name in re.findall(r"`(--[a-z][a-z-]+)", OPERATIONS):
         assert name in known, name
 

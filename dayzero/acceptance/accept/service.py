@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -60,7 +62,8 @@ class ForeignServer:
 
 
 class Servers:
-    """Implements Services; a context that ends whatever it started.
+    """Implements Services; a context that ends whatever it started, also when this process is asked to end: within it
+    SIGTERM interrupts as Ctrl-C does, unless somebody handles it already.
 
     folder: gets the servers' logs. A shared server that has died is told of once, by MachineError, and started anew for
     the stage behind it.
@@ -85,6 +88,8 @@ class Servers:
         return self._subject.url is None
 
     def __enter__(self) -> Servers:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _interrupted)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -92,6 +97,8 @@ class Servers:
         with contextlib.ExitStack() as stack:  # one that fails to end does not keep the others
             while self._running:
                 stack.callback(self._running.pop().end)
+        if signal.getsignal(signal.SIGTERM) is _interrupted:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def shared(self) -> RunningServer:
         """Errors: MachineError with the server's last words, or what a foreign one answered."""
@@ -175,6 +182,10 @@ class Servers:
                 f"{where}/v1/models lists no model; it is no OpenAI-compatible server, or it serves none."
             )
         return ForeignServer(where, model, self._headers())
+
+
+def _interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _first_model(listed: object) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import torch
 from dayzero.acceptance.stages.equal_array import Row
 from dayzero.arch.record_choice import NARROW, PLAIN, with_records
 from dayzero.arch.spec import ModelSpec
-from dayzero.cache.layout import Dtype, lay_out
+from dayzero.cache.layout import Dtype, Layout, lay_out
 from dayzero.cache.manager import CacheManager
 from dayzero.engine.answer import RequestOutput
 from dayzero.engine.llm import LLM
@@ -21,7 +22,7 @@ from dayzero.errors import MachineError
 
 REFERENCE, FLOAT32, SERVED = "reference", "float32", "served"
 WIDE_POOL_SEQUENCES = 12  # that fit side by side, with what they leave in the cache
-TIGHT = (1.5, 2.0, 2.5, 1.0, 3.0)  # pools tried, in sequences
+MOST_POOLS = 4  # tried until somebody is preempted
 TIGHT_LENGTHS, TIGHT_PAGE = (
     (14, 15, 16, 17),
     16,
@@ -78,27 +79,44 @@ def dtype_of(subject: Subject, path: str) -> Dtype:
     return subject.served_dtype if path == SERVED else "f32"
 
 
-def engine(subject: Subject, path: str, slabs_of: float | None = None, **options: Any) -> LLM:
+def engine(subject: Subject, path: str, num_slabs: int | None = None, **options: Any) -> LLM:
     """An engine of that path: ``served`` as it is by default, ``float32`` with the plan's variants, ``reference``.
 
-    slabs_of: size of the pool, in sequences of the longest length, else wide.
+    num_slabs: of the pool; None: room for all that is asked.
     """
-    page, cache = options.get("page_tokens", 64), options.get("cache", PLAIN)
     chosen: dict[str, Any] = {"recipe": subject.recipe, "max_running": 8, "max_step_tokens": STEP_TOKENS}
     if path != SERVED:
         chosen |= {"dtype": "float32"} | ({"bindings": (("*", "reference"),)} if path == REFERENCE else {})
     chosen["max_model_len"] = subject.max_len
-    chosen["pool_bytes"] = pool_bytes(subject, path, page, cache, slabs_of or WIDE_POOL_SEQUENCES)
-    return LLM(subject.source, **(chosen | options))
+    layout = layout_of(subject, path, options.get("page_tokens", 64), options.get("cache", PLAIN))
+    slabs = num_slabs or WIDE_POOL_SEQUENCES * least_slabs(subject, layout)
+    return LLM(subject.source, **(chosen | {"pool_bytes": slabs * layout.slab_bytes} | options))
 
 
-def pool_bytes(subject: Subject, path: str, page: int, cache: str, sequences: float) -> int:
-    """Bytes of the least pool in which a sequence of the longest length is served, times ``sequences``, and a slab."""
-    layout = lay_out(with_records(subject.spec, cache).cache(), dtype=dtype_of(subject, path), page_tokens=page)
+def layout_of(subject: Subject, path: str, page: int, cache: str) -> Layout:
+    return lay_out(with_records(subject.spec, cache).cache(), dtype=dtype_of(subject, path), page_tokens=page)
+
+
+def least_slabs(subject: Subject, layout: Layout) -> int:
+    """Of the least pool in which a sequence of the longest length is served."""
     least = max(1, len(layout.token_groups))
     while CacheManager(layout, least).why_never(subject.max_len) is not None:
         least += 1
-    return (int(least * sequences) + 1) * layout.slab_bytes
+    return least
+
+
+def tight_pools(subject: Subject, layout: Layout) -> Iterator[int]:
+    """Slabs of pools in which several of the prompts can begin together and not all of these can come to their ends."""
+    least = least_slabs(subject, layout)
+    for slabs in range(least, 4 * least + len(subject.lengths)):
+        manager = CacheManager(layout, slabs, prefix=False)
+        begun = []
+        for number, prompt in enumerate(subject.prompts()):
+            if manager.open(str(number), prompt) is None or not manager.extend(str(number), len(prompt)):
+                break
+            begun.append((str(number), len(prompt) + subject.answer_tokens))
+        if len(begun) > 1 and not all(manager.extend(name, end) for name, end in begun):
+            yield slabs
 
 
 def params_of(subject: Subject, row: Row, number: int) -> SamplingParams:
@@ -124,9 +142,11 @@ def run_row(subject: Subject, row: Row) -> Ran:
     if not row["tight"]:
         with engine(subject, row["path"], **options_of(row)) as llm:
             return _rounds(subject, row, llm)
-    for sequences in TIGHT:
+    options = options_of(row)
+    layout = layout_of(subject, row["path"], options["page_tokens"], options["cache"])
+    for slabs in islice(tight_pools(subject, layout), MOST_POOLS):
         try:
-            with engine(subject, row["path"], sequences, **options_of(row)) as llm:
+            with engine(subject, row["path"], slabs, **options) as llm:
                 ran = _rounds(subject, row, llm)
         except MachineError:
             continue  # too small for what an engine promises

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from dayzero.acceptance.compare import MARGIN_BUG_NATS, MARGIN_NOISE_NATS
 from dayzero.acceptance.stages.equal_engine import BASE, SERVED, Ran, Subject, engine, options_of, params_of
 from dayzero.acceptance.stages.equal_judge import Limit, compare_all
@@ -14,7 +16,8 @@ from dayzero.engine.request import SamplingParams
 from dayzero.finding import Finding
 from dayzero.planner.detect import detect
 
-CUTS = (0, 1, 3)  # pieces that are read before an answer is left
+CUTS = (1, 3, 7)  # pieces that are read before an answer is left
+NEXT_TOKENS = 3  # of the answer behind them: so few that what was not ended is still there when it has ended
 MOST_FLIPPED = 0.02  # of the places whose margin is above a nat
 STREAM_REMEDY = "Look at how pieces are joined: detokenizing across pieces, and tokens of the last output."
 CANCEL_REMEDY = "Look at what ends a request: blocks and slot go back when the last step that names it has retired."
@@ -68,12 +71,13 @@ def _cancelled(subject: Subject, base: Ran, llm: LLM) -> Finding:
                 next(stream)
         for stream in streams:
             stream.close()  # type: ignore[attr-defined]
-        again = llm.generate(prompts[0], params_of(subject, BASE, 0))[0]
+        short = msgspec.structs.replace(params_of(subject, BASE, 0), max_tokens=NEXT_TOKENS)
+        again = llm.generate(prompts[0], short)[0]
         now = llm.progress()
         if now.usage or now.running or now.waiting:
             held = f"{now.usage:.1%} of the pool, {now.running} running, {now.waiting} waiting"
             wrong.append(f"left after {cut} pieces: {held}")
-        if again.token_ids[: subject.answer_tokens] != base.rounds[0][0].token_ids:
+        if again.token_ids != base.rounds[0][0].token_ids[:NEXT_TOKENS]:
             wrong.append(f"left after {cut} pieces: the next answer is another one")
     return Finding(
         "equal.cancelled",

@@ -17,7 +17,7 @@ from dayzero.finding import Finding
 SECONDS: dict[Profile, float] = {"quick": 60.0, "release-day": 1200.0, "long": 5400.0}
 SHORT_TOKENS, LONG_TOKENS = 4, 100  # of prompts that measure the speed
 CPU = "this CPU"  # what planner.detect calls it
-EXACT_SHARE, LIMIT_SHARE = 0.45, 0.4  # of what is left when they begin; the rest is the grid's
+EXACT_SHARE, LIMIT_SHARE = 0.6, 0.4  # of what is left when they begin; the rest is the grid's
 REQUEST_SECONDS: dict[Profile, float] = {"quick": 60.0, "release-day": 600.0, "long": 1800.0}
 
 

@@ -80,23 +80,33 @@ def try_all(known: Known, at: Sequence[Threshold], pace: Pace, seed: int, told: 
     base = bound_of(known.dtype)
     out = Exact(base)
     rng = random.Random(f"{seed} exact")
+    first = _needed(at[0]) if at else (0.0, 0.0)
     for tokens in plain_lengths(known, at):
+        if out.plain and not pace.affords(ASKED * tokens + first[0], ANSWERED + first[1]):
+            break  # one is enough where the time is short; no threshold is not
         told(f"{tokens} tokens")
         work = partial(try_prompt, known, tokens, rng, CAP)
         out.plain.append(pace.timed(ASKED * tokens, ANSWERED, work))
     out.floor = max((d.worst for trial in out.plain for d in trial.found.values()), default=0.0)
     out.bound = min(CAP, max(base, FLOOR_FACTOR * out.floor))
     for threshold in at:
-        lengths = (threshold.tokens - 1, threshold.tokens, threshold.tokens + 1)
-        needed = ASKED * sum(lengths), ANSWERED * len(lengths)
-        if not pace.affords(*needed):
-            out.skipped[threshold] = pace.why_not(*needed)
+        if not pace.affords(*_needed(threshold)):
+            out.skipped[threshold] = pace.why_not(*_needed(threshold))
             continue
         told(f"{threshold.name}, {threshold.tokens} tokens")
         out.trials[threshold] = [
-            pace.timed(ASKED * n, ANSWERED, partial(try_prompt, known, n, rng, out.bound)) for n in lengths
+            pace.timed(ASKED * n, ANSWERED, partial(try_prompt, known, n, rng, out.bound)) for n in _lengths(threshold)
         ]
     return out
+
+
+def _lengths(threshold: Threshold) -> tuple[int, int, int]:
+    return threshold.tokens - 1, threshold.tokens, threshold.tokens + 1
+
+
+def _needed(threshold: Threshold) -> tuple[float, float]:
+    """Tokens of prompts and of answers that its trials compute."""
+    return ASKED * sum(_lengths(threshold)), 3.0 * ANSWERED
 
 
 def plain_lengths(known: Known, at: Sequence[Threshold]) -> list[int]:

@@ -290,7 +290,8 @@ def drained(seen: Drained, seconds: float) -> list[Finding]:
         ),
         _finding(
             "drain.refused", "server", closed is None or taken > 0, "behind SIGTERM, new requests are refused",
-            f"{taken} of {len(seen.late)} were taken behind the first refusal; statuses {sorted(set(seen.late))}", "503, or no connection",
+            f"{taken} of {len(seen.late)} were taken behind the first refusal; statuses {sorted(set(seen.late))}",
+            "503, or no connection",
             "Close the door before the answers end, or draining never ends.",
         ),
         _finding(

@@ -21,6 +21,7 @@ STEPS_OF_SLACK = 5  # docs/operations.md, Probes: frozen is five times the slowe
 DEATH_SECONDS = 2.0  # docs/operations.md, Processes: /health turns 503 within two seconds
 POLL_SLACK = 1.0  # of this client, on a machine that is busy with the server
 STREAMS = 3
+PROBE_TOKENS, ANSWER_SECONDS = 8, 5.0
 BEGIN_SECONDS = 30.0  # for an answer to begin
 
 
@@ -89,7 +90,7 @@ def kill(
     """Kill the engine process under streams that run."""
     prompt, alone = case
     with ThreadPoolExecutor(STREAMS) as pool:
-        streams = _begin(pool, known, prompt, STREAMS)
+        streams = _begin(pool, known, prompt, STREAMS, long_answer(known))
         os.kill(engine_of(server), signal.SIGKILL)
         sick = eventually(lambda: known.asker.status("/health") == 503, DEATH_SECONDS + POLL_SLACK, every=0.02)
         ends = [stream.result() for stream in streams]
@@ -99,17 +100,19 @@ def kill(
 
 
 def drain(server: RunningServer, known: Known, prompt: Prompt, seconds: float) -> Drained:
-    """Ask the server to end while an answer runs."""
+    """Ask the server to end while an answer runs, one that takes a few seconds and not the whole drain."""
+    each = known.asker.complete(prompt, PROBE_TOKENS).seconds / PROBE_TOKENS
+    asked = max(2, min(long_answer(known), round(ANSWER_SECONDS / max(each, 1e-4))))
     late, done = list[int](), threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        (running,) = _begin(pool, known, prompt, 1)
+        (running,) = _begin(pool, known, prompt, 1, asked)
         began = time.monotonic()
         ending = pool.submit(server.stop, seconds)
         ending.add_done_callback(lambda _: done.set())
         while not done.is_set() and len(late) < 200:
             late.append(known.asker.complete(prompt, 1).status)
             done.wait(0.05)
-        return Drained(running.result(), long_answer(known), late, ending.result(), time.monotonic() - began)
+        return Drained(running.result(), asked, late, ending.result(), time.monotonic() - began)
 
 
 def long_answer(known: Known) -> int:
@@ -117,11 +120,13 @@ def long_answer(known: Known) -> int:
     return max(2, min(300, (limit_of(known) or 1 << 30) // 2))
 
 
-def _begin(pool: ThreadPoolExecutor, known: Known, prompt: Prompt, count: int) -> Sequence[Future[Completion]]:
+def _begin(
+    pool: ThreadPoolExecutor, known: Known, prompt: Prompt, count: int, tokens: int
+) -> Sequence[Future[Completion]]:
     """So many streams, running."""
     usage = {"include_usage": True}
     ask: Callable[[], Completion] = lambda: known.asker.complete(  # noqa: E731
-        prompt, long_answer(known), stream=True, stream_options=usage
+        prompt, tokens, stream=True, stream_options=usage
     )
     streams = [pool.submit(ask) for _ in range(count)]
     eventually(lambda: gauges(known.asker).get("num_requests_running", 0) >= count, BEGIN_SECONDS, every=0.01)

@@ -22,7 +22,7 @@ from dayzero.finding import Finding
 
 RUNNING, WAITING, STALL_SECONDS, DRAIN_SECONDS = 4, 16, 1.0, 60.0
 STEP_TOKENS = 32  # short steps: few sizes to warm up, and what counts as frozen is five times the slowest of them
-WARM_ROUNDS = 2
+WARM_ROUNDS, WARM_SECONDS = 2, 10.0  # a further round is asked where the first was quick
 LEAST_POOL = 2 << 20
 
 
@@ -42,7 +42,7 @@ class Size:
 
 
 SIZES: dict[Profile, Size] = {
-    "quick": Size(24.0, 100, 120, 48, (1, 4, 12), 512, 60.0, 1),
+    "quick": Size(24.0, 60, 120, 48, (1, 4, 12), 512, 60.0, 1),
     "release-day": Size(600.0, 400, 1000, 128, (1, 4, 16, 64), 8192, 120.0),
     "long": Size(3600.0, 2000, 10_000, 256, (1, 4, 16, 64), 16_384, 120.0),
 }
@@ -132,7 +132,10 @@ def _warm(context: Context, server: RunningServer, known: Known) -> Finding:
     for a small model this is more than the model, and looks like a leak for as long as new sizes come."""
     rng, sizes = random.Random(f"{context.seed} warm-up"), min(STEP_TOKENS, (limit_of(known) or 1 << 30) - 1)
     before = sum(robust_memory.resident(server.process_ids))
-    for _ in range(WARM_ROUNDS):
+    began = time.monotonic()
+    for number in range(WARM_ROUNDS):
+        if number and time.monotonic() - began > WARM_SECONDS:
+            break
         for tokens in range(1, sizes + 1):
             known.asker.complete(known.prompt(rng, tokens), 1)
     grown = sum(robust_memory.resident(server.process_ids)) - before
