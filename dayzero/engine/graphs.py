@@ -46,6 +46,8 @@ class Again:
         self._addresses: frozenset[tuple[int, int]] | None = None
         self._seen: _Addresses | None = None
         self.num_pieces = 1
+        if debug:  # as before a capture: what is made once and kept is there when addresses are looked at
+            self._work(spans, self._on_host)
         self.run(spans)
         self.num_pieces = 1 + self._at
 

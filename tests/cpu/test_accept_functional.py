@@ -420,6 +420,10 @@ def test_what_is_known_of_a_temperature() -> None:
             assert chance == pytest.approx(q[key] / q[:20].sum())
         bound, true = inside(told, temperature), q[:20].sum()
         assert bound <= true + 1e-12 if temperature < 1 else bound >= true - 1e-12
+        # The likeliest ones are stated, but have no text of their own.
+        part = Told("chat", "", {key: float(p[key]) for key in range(3, 20)}, tuple(float(one) for one in p[:3]))
+        bound, true = inside(part, temperature), q[3:20].sum()
+        assert bound <= true + 1e-12 if temperature < 1 else bound >= true - 1e-12
     top_p, kept = nucleus(told.chances)
     sums = np.cumsum(p)
     assert len(kept) == int((sums < top_p).sum()) + 1 and sum(kept.values()) == pytest.approx(1)

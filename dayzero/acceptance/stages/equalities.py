@@ -280,7 +280,7 @@ def _pairs(board: _Board, features: Mapping[str, tuple[Any, ...]]) -> Finding:
 
 
 def _ties(board: _Board) -> Finding:
-    """Answers that part at near ties are no faults; too many of them are. Where draws part, the claim on seeds says so."""
+    """Answers that part at near ties are no faults; too many are. Where draws part, the claim on seeds says so."""
     bad = []
     places = parted = 0
     for row, tally in board.tallies:

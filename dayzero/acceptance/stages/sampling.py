@@ -34,13 +34,13 @@ REMEDY = "Compare the sampler's temperature, its cuts and its random numbers wit
 
 @dataclass(frozen=True)
 class Told:
-    """What the server says of the first token behind a prompt: key -> probability at temperature 1. blurred: several
-    tokens have one text, so that it cannot be told which of them are stated."""
+    """What the server says of the first token behind a prompt: key -> probability at temperature 1. hidden: those of
+    stated tokens that cannot be told from others by their text."""
 
     api: Api
     prompt: str
     chances: Mapping[Any, float]
-    blurred: bool = False
+    hidden: tuple[float, ...] = ()
 
     @property
     def inside(self) -> float:
@@ -98,8 +98,10 @@ def tempered(chances: Mapping[Hashable, float], temperature: float) -> dict[Hash
 def inside(told: Told, temperature: float) -> float:
     """Bound on the chance that a stated token comes: the least one below temperature 1, the most above."""
     powers = sum(p ** (1 / temperature) for p in told.chances.values())
-    rest = max(0.0, 1 - told.inside) * min(told.chances.values()) ** (1 / temperature - 1)
-    return powers / (powers + rest)
+    hidden = sum(p ** (1 / temperature) for p in told.hidden)
+    least = min((*told.chances.values(), *told.hidden))
+    rest = max(0.0, 1 - told.inside - sum(told.hidden)) * least ** (1 / temperature - 1)
+    return powers / (powers + hidden + rest)
 
 
 def tail(count: int, total: int, chance: float, above: bool) -> float:
@@ -137,9 +139,9 @@ def _distribution(ask: Ask, out: Checks) -> None:
         claim = f"temperature {temperature:g} shapes the softmax as it must"
         fields = {"temperature": temperature}
         _follow(ask, out, name, claim, told, tempered(told.chances, temperature), fields)
-    if told.blurred:
+    if told.hidden:
         out.skip(
-            "sampling.top-p", "top_p and top_k cut the softmax", "tokens with half a character cannot be told apart"
+            "sampling.top-p", "top_p and top_k cut the softmax", "tokens without a text of their own are told by none"
         )
         return
     top_p, kept = nucleus(told.chances)
@@ -168,10 +170,15 @@ def _told(ask: Ask) -> Told | None:
             except Refused:
                 break
             top = one.scores[0].top if one.scores else ()
-            clear = {key: float(np.exp(logprob)) for key, logprob in top if "\ufffd" not in str(key)}
+            # Tokens go by their text: those without one, or with half a character, may stand for many ids.
+            kinds = Counter(key for key, _ in top)
+            alone = {key for key, number in kinds.items() if number == 1 and key and "\ufffd" not in str(key)}
+            chances = [(key, float(np.exp(logprob))) for key, logprob in top]
+            clear = {key: chance for key, chance in chances if key in alone}
             if clear:
-                found.append(Told(api, prompt, clear, blurred=len(clear) < len(top)))
-    return max(found, key=lambda told: (not told.blurred, told.kinds), default=None)
+                hidden = tuple(chance for key, chance in chances if key not in alone)
+                found.append(Told(api, prompt, clear, hidden))
+    return max(found, key=lambda told: (not told.hidden, told.kinds), default=None)
 
 
 def _follow(
