@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dayzero.arch.norms import Norm
-from dayzero.decl import OpUse, ParamDecl
+from dayzero.decl import OpUse, ParamDecl, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,13 @@ class AttnRes:
 
     def params(self, p: str) -> list[ParamDecl]:
         out = self.norm.params(f"{p}.mixer_norm") + self.norm.params(f"{p}.channel_norm")
+        # The first layer's first query weighs a single source, so that nothing follows from what it holds: training
+        # leaves it as it began, which may be zero, and no fault.
+        alone = p.rpartition(".")[2] == "0"
         for site in ("mixer_mix", "channel_mix"):
             out += self.norm.params(f"{p}.{site}_norm")
-            out.append(ParamDecl(f"{p}.{site}_proj", (1, self.norm.dim), "router"))
+            role: Role = "scalar" if alone and site == "mixer_mix" else "router"
+            out.append(ParamDecl(f"{p}.{site}_proj", (1, self.norm.dim), role))
         return out
 
     def close_params(self) -> list[ParamDecl]:
