@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ STATE, PART = ".dayzero-mirror.json", ".part"
 PIECE_BYTES = 16 * MIB
 OTHER_WEIGHTS = (*PICKLE_SUFFIXES, ".gguf", ".onnx", ".h5", ".msgpack", ".ot", ".tflite", ".npz")
 SHARDS = ".safetensors"
+NUMBERED = re.compile(r"-(?P<number>\d+)-of-(?P<of>\d+)\.safetensors$")
 INDEX = "model.safetensors.index.json"
 
 
@@ -56,7 +58,13 @@ def why_unpublished(source: Source) -> str | None:
             return f"{INDEX} of {source.name} is not complete yet"
         missing = sorted(str(name) for name in named if name not in files)
         return f"{source.name} lacks {len(missing)} of {len(named)} shards, e.g. {missing[0]}" if missing else None
-    return None if any(name.endswith(SHARDS) for name in files) else f"{source.name} has no {SHARDS} yet"
+    shards = [name for name in files if name.endswith(SHARDS)]
+    counted = [found for name in shards if (found := NUMBERED.search(name)) and int(found["of"]) > 1]
+    if counted and len(counted) < int(counted[0]["of"]):
+        return f"{source.name} has {len(counted)} of {int(counted[0]['of'])} shards"
+    if counted:
+        return f"{source.name} has no {INDEX} yet"
+    return None if shards else f"{source.name} has no {SHARDS} yet"
 
 
 def await_publication(
@@ -91,7 +99,10 @@ def mirror(source: Source, folder: Path, bar: Bar) -> Mirrored:
     left = tuple(sorted(set(source.files()) - set(wanted)))
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
+        for name in wanted:
+            _check_name(source, name)
         state = _State(folder, source.name)
+        state.drop_all_but(wanted)
         stamps = {name: source.stamp(name) for name in wanted}
         todo = [name for name in sorted(wanted, key=lambda n: (wanted[n], n)) if not state.has(name, stamps[name])]
         _check_room(folder, sum(wanted[name] for name in todo))
@@ -125,7 +136,19 @@ class _State:
     def has(self, name: str, stamp: str) -> bool:
         known = self.done.get(name)
         path = self._folder / name
-        return known is not None and known["stamp"] == stamp and path.is_file() and path.stat().st_size == known["size"]
+        if known is None or not path.is_file():
+            return False
+        return known.get("stamp") == stamp and known.get("size") == path.stat().st_size and "sha256" in known
+
+    def drop_all_but(self, wanted: Mapping[str, int]) -> None:
+        """Remove what an earlier run mirrored and the source has no more: old shards beside new ones are no model."""
+        for name in [name for name in (*self.done, *self.begun) if name not in wanted]:
+            self.done.pop(name, None)
+            self.begun.pop(name, None)
+            if ".." not in PurePosixPath(name).parts:
+                for path in (self._folder / name, self._folder / f"{name}{PART}"):
+                    path.unlink(missing_ok=True)
+            self.save()
 
     def save(self) -> None:
         text = json.dumps({"source": self._source, "done": self.done, "begun": self.begun}, indent=1)
@@ -153,10 +176,13 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _fetch(source: Source, name: str, folder: Path, expected: str | None, state: _State, bar: Bar) -> int:
-    """Bytes that came over."""
+def _check_name(source: Source, name: str) -> None:
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise CheckpointError(f"{source.name} lists a file {name!r}, which lies outside of it; nothing was written.")
+
+
+def _fetch(source: Source, name: str, folder: Path, expected: str | None, state: _State, bar: Bar) -> int:
+    """Bytes that came over."""
     path, size, stamp = folder / name, source.size(name), source.stamp(name)
     part = path.with_name(path.name + PART)
     part.parent.mkdir(parents=True, exist_ok=True)

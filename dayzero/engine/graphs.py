@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -135,11 +135,15 @@ class Captured:
             for _ in range(WARM_RUNS):
                 work(spans, lambda host_work, like: torch.zeros_like(like))
             memory.stream.synchronize()
+            torch.cuda.empty_cache()  # what the runs above leave is of no use to the pool of the graphs
             self._begin()
             try:
                 work(spans, self._on_host)
-            finally:
-                self._end()
+            except BaseException:
+                with suppress(RuntimeError):  # a capture that broke cannot be ended; the first error is the one to tell
+                    self._end()
+                raise
+            self._end()
         torch.cuda.current_stream().wait_stream(memory.stream)
         self.num_pieces = 1 + len(self._pieces) // 2
 

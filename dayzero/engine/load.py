@@ -91,7 +91,8 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None, watch: 
     layout = lay_out(model.spec.cache(), dtype=ELEMENTS[dtype], page_tokens=config.page_tokens)
     cut = experts.sites if experts.residency is not None else ()
     recording = plan_recording(config, hardware.target, host_sites(model.spec, uses, bindings, catalog, cut))
-    draws = hardware.target != "cpu" and chosen(DRAW.contract, DRAW.site, bindings, catalog).graph
+    drawer = chosen(DRAW.contract, DRAW.site, bindings, catalog)
+    draws = hardware.target != "cpu" and drawer.graph and (not drawer.most or model.spec.vocab <= drawer.most)
     graph_bytes = reserved_bytes(stack, layout, config, recording, hardware.target)
     free = max(0, free_bytes(hardware.target) - experts.bytes_to_come - graph_bytes)
     num_slabs = _pool_slabs(layout, config, model.spec, free, hardware.target)

@@ -84,6 +84,11 @@ class Recorded:
             return Again(work, spans, self._debug)
         try:
             return Captured(work, spans, self._memory)
+        except torch.OutOfMemoryError as error:
+            raise MachineError(
+                f"The device has no room for a step of {counted(size, 'row')} beside weights and pool: give "
+                "--pool-bytes less, or a smaller --max-running."
+            ) from error
         except (RuntimeError, ValueError) as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise MachineError(

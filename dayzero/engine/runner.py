@@ -32,6 +32,7 @@ from dayzero.engine.packed import put
 from dayzero.engine.recorded import Recorded, sample_ops
 from dayzero.engine.slots import Slots, spans_of
 from dayzero.engine.step import RowResult, Step, StepResult
+from dayzero.errors import MachineError
 from dayzero.ops.records import codec_of
 
 
@@ -84,7 +85,12 @@ class LocalRunner:
         not do."""
         if self._launch.threads is not None:
             torch.set_num_threads(self._launch.threads)
-        self._loaded = loaded = load_model(self._launch, self._progress, self.watch)
+        try:
+            self._loaded = loaded = load_model(self._launch, self._progress, self.watch)
+        except torch.OutOfMemoryError as error:
+            raise MachineError(
+                "The device has no room for the weights and a step: take a larger one, or a smaller --max-running."
+            ) from error
         config, recording = self._launch.config, loaded.recording
         self._views = PoolViews(
             loaded.layout, loaded.num_slabs, device=loaded.device, poison=config.debug, checked=config.debug,

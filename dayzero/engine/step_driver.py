@@ -59,11 +59,11 @@ class StepDriver:
     def turn(self) -> Taken | None:
         """One whole step, begun and ended; None when nothing is left."""
         assert self._ahead is None, "a step is in flight"
-        begun = self._begin()
+        begun = self._ahead = self._begin()
         if begun is None:
             return None
         self._executor.sample(begun.number, Late())
-        return self._end(begun)
+        return self.land()
 
     def turn_ahead(self) -> Taken | None:
         """As an engine that runs ahead: the next step is begun before the result of the one in flight is waited for,
@@ -82,7 +82,9 @@ class StepDriver:
     def _begin(self) -> Step | None:
         step = self._scheduler.schedule()
         self._release()
-        self._scheduler.take_outputs()
+        for out in self._scheduler.take_outputs():
+            if out.error:
+                raise MachineError(f"A request ended before its answer did: {out.error[1]}.")
         if step is not None:
             self._executor.submit(step)
         return step

@@ -5,7 +5,7 @@ needs: ``sm90`` is a Hopper; ``triton`` and ``cuda_bindings`` are packages that 
 
 from __future__ import annotations
 
-from dayzero.ops.line import INDEX_RECORDS, KV_RECORDS, LATENT_RECORDS, Line, Traits
+from dayzero.ops.line import INDEX_RECORDS, KV_RECORDS, LATENT_RECORDS, MOST_DRAWN, Line, Traits
 
 _TRITON = "dayzero.ops.triton"
 _CUDA = "dayzero.ops.cuda"
@@ -46,7 +46,10 @@ _PLAIN: tuple[Line, ...] = (
             ("sample.greedy", "sample:greedy", {}),
         )
     ),
-    Line("sample.draw", "block_per_row", "cuda", ("sm90", "cuda_bindings"), f"{_CUDA}.sample:draw", rank=20),
+    Line(
+        "sample.draw", "block_per_row", "cuda", ("sm90", "cuda_bindings"), f"{_CUDA}.sample:draw", rank=20,
+        most=MOST_DRAWN,
+    ),
     Line("linear.matmul", "torch_cuda", "cuda", (), f"{_VENDOR}.torch_cuda:matmul", _BIAS, rank=10),
     Line("linear.matmul_f32", "torch_cuda", "cuda", (), f"{_VENDOR}.torch_cuda:matmul_f32", _BIAS, rank=10),
     Line("linear.grouped", "torch_cuda", "cuda", (), f"{_VENDOR}.torch_cuda:grouped", rank=10),

@@ -17,6 +17,7 @@ REFERENCE = "reference"
 LATENT_RECORDS = ("mla_fp8_656", "mla_fp8_tiled")
 INDEX_RECORDS = ("idx_fp8_128", "idx_mxfp8_32")
 KV_RECORDS = ("kv_fp8",)
+MOST_DRAWN = 1 << 18  # tokens: their weights, whole numbers of 2^-44, sum to less than 2^63
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,9 @@ class Line:
     result (which has ``nbytes``) in the weight's place; empty when it takes the weight as it is. rank: a plan prefers
     the highest that fits; 0 is never preferred. dtypes: activation dtypes it is limited to (``bf16``), empty for any.
     packed: of experts: it takes their matrices by expert alone, each in 4 bits (``decl.Mxfp4``) or as a tensor. ring:
-    of those: it converts them in a rank's ring (``ops/experts_sizes``), whose bytes a plan counts. eager: why a step
-    that runs it cannot be captured in a CUDA graph (``ops/capture``); empty where it can.
+    of those: it converts them in a rank's ring (``ops/experts_sizes``), whose bytes a plan counts. most: of
+    sampling: the largest vocabulary that it draws from, 0 for any. eager: why a step that runs it cannot be captured in
+    a CUDA graph (``ops/capture``); empty where it can.
     """
 
     contract: str
@@ -43,6 +45,7 @@ class Line:
     dtypes: tuple[str, ...] = ()
     packed: bool = False
     ring: bool = False
+    most: int = 0
     eager: str = "does not say that it can be captured"
 
     @property

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 from dayzero.acceptance.release import run as module
 from dayzero.acceptance.release.run import release
 from dayzero.acceptance.release.steps import STEPS, Setting, Step
+from dayzero.errors import UsageError
 from dayzero.rehearse.twin import write_twin
 from tests.paper.store import s3_server, upload
 
@@ -35,15 +40,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Commands are noted and not run; one called ``fails`` has a finding that fails."""
     made: list[tuple[str, ...]] = []
 
-    def fake(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+    def fake(command: list[str]) -> tuple[int, bytes, bytes]:
         call = tuple(command[3:])
         made.append(call)
         bad = call[0] == "fails"
         finding = {"verdict": "fail", "layer": "config", "claim": "a key is unread", "remedy": "read it"}
         report = {"findings": [finding] if bad else []}
-        return subprocess.CompletedProcess(command, int(bad), json.dumps(report).encode(), b"")
+        return int(bad), json.dumps(report).encode(), b""
 
-    monkeypatch.setattr(module.subprocess, "run", fake)
+    monkeypatch.setattr(module, "run_command", fake)
     return made
 
 
@@ -78,11 +83,56 @@ def test_what_passed_is_taken_until_something_changes(tmp_path: Path, calls: lis
 def test_half_a_twin_is_made_again(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
     source, out = checkpoint(tmp_path), tmp_path / "out"
     made = Step("twin", "a twin", lambda s: ("twin", s.checkpoint), lambda s: s.twin)
-    (out / "twin").mkdir(parents=True)
+    assert statuses(release(Setting(source, source, out), steps=[step("one")])) == ["passed"]
+    (out / "twin").mkdir()
     assert statuses(release(Setting(source, source, out), steps=[made])) == ["passed"] and not (out / "twin").exists()
     assert statuses(release(Setting(source, source, out), steps=[made])) == ["passed"], "what it made is gone"
     (out / "twin").mkdir()
     assert statuses(release(Setting(source, source, out), steps=[made])) == ["taken"]
+
+
+def test_a_folder_that_is_not_its_own_is_left_alone(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
+    source, out = checkpoint(tmp_path), tmp_path / "out"
+    (out / "twin").mkdir(parents=True)
+    with pytest.raises(UsageError, match="it holds other things"):
+        release(Setting(source, source, out), steps=STEPS)
+    assert (out / "twin").exists() and not calls
+    shutil.rmtree(out)
+    release(Setting(source, source, out), steps=[step("one")])
+    shutil.copytree(source, tmp_path / "other")
+    other = str(tmp_path / "other")
+    with pytest.raises(UsageError, match="is a run of"):
+        release(Setting(other, other, out), steps=[step("one")])
+
+
+def test_another_recipe_is_another_run(tmp_path: Path, calls: list[tuple[str, ...]]) -> None:
+    source, out, recipe = checkpoint(tmp_path), tmp_path / "out", tmp_path / "r.py"
+    recipe.write_text("A = 1")
+    setting = Setting(source, source, out, recipe=str(recipe))
+    assert statuses(release(setting, steps=[step("one")])) == ["passed"]
+    assert statuses(release(setting, steps=[step("one")])) == ["taken"]
+    recipe.write_text("A = 2")
+    assert statuses(release(setting, steps=[step("one")])) == ["passed"]
+
+
+def test_an_interrupt_waits_for_what_the_command_ends(tmp_path: Path) -> None:
+    """A command that takes a moment to end its own server is not killed before."""
+    program = (
+        "import signal, sys, time\n"
+        "def end(*a):\n time.sleep(0.5); open(sys.argv[1], 'w').write('ended'); sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, end); open(sys.argv[1] + '.up', 'w').close(); time.sleep(60)"
+    )
+    mark = tmp_path / "mark"
+
+    def interrupt() -> None:
+        while not (tmp_path / "mark.up").exists():
+            time.sleep(0.02)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+
+    threading.Timer(0.0, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        module.run_command([sys.executable, "-c", program, str(mark)])
+    assert mark.read_text() == "ended"
 
 
 def test_the_steps_are_commands_that_exist(tmp_path: Path) -> None:

@@ -133,6 +133,17 @@ def test_nothing_is_written_outside(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("outside*"))
 
 
+def test_what_the_source_has_no_more_goes(tmp_path: Path) -> None:
+    up = publish(tmp_path / "up")
+    copy(Remote(up), tmp_path / "here")
+    (up / "model-1.safetensors").unlink()
+    publish(up, {"model.safetensors": b"new"})
+    (tmp_path / "here" / "mine.txt").write_text("a note")
+    copy(Remote(up), tmp_path / "here")
+    want = {name: data for name, data in FILES.items() if name != "model-1.safetensors"}
+    assert held(tmp_path / "here") == {**want, "model.safetensors": b"new", "mine.txt": b"a note"}
+
+
 def test_a_full_disk_is_said_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Remote(publish(tmp_path / "up"))
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: type("U", (), {"free": 4000})())
@@ -152,8 +163,9 @@ def test_one_run_at_a_time_and_one_source_a_folder(tmp_path: Path) -> None:
 
 def test_a_damaged_state_is_no_end(tmp_path: Path) -> None:
     copy(Remote(publish(tmp_path / "up")), tmp_path / "here")
-    (tmp_path / "here" / STATE).write_text("{")
-    copy(Remote(tmp_path / "up"), tmp_path / "here")
+    for damaged in ("{", '{"source": "%s", "done": {"config.json": {}}, "begun": {}}' % (tmp_path / "up")):
+        (tmp_path / "here" / STATE).write_text(damaged)
+        copy(Remote(tmp_path / "up"), tmp_path / "here")
     assert held(tmp_path / "here") == FILES and not list((tmp_path / "here").rglob(f"*{PART}"))
 
 
@@ -172,7 +184,10 @@ def index(*shards: str) -> bytes:
         ({"config.json": b"{}", "model.safetensors.index.json": index("a.safetensors", "b.safetensors"),
           "a.safetensors": b""}, "lacks 1 of 2 shards, e.g. b.safetensors"),
         ({"config.json": b"{}", "model.safetensors.index.json": b'{"weight_'}, "is not complete yet"),
+        ({"config.json": b"{}", "m-00001-of-00003.safetensors": b""}, "has 1 of 3 shards"),
+        ({"config.json": b"{}", "m-1-of-2.safetensors": b"", "m-2-of-2.safetensors": b""}, "has no model.safetensors"),
         ({"config.json": b"{}", "a.safetensors": b""}, None),
+        ({"config.json": b"{}", "m-00001-of-00001.safetensors": b""}, None),
     ],
 )  # fmt: skip
 def test_what_is_published_whole(files: dict[str, bytes], why: str | None, tmp_path: Path) -> None:

@@ -111,11 +111,15 @@ class Kept:
             return Taken(None, f"runs anew, as {', '.join(differing[:MOST_NAMED])}{more} changed")
         return Taken(content, f"taken from the run of {content['began']}")
 
-    def keep(self, name: str, made_of: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a finished stage, whole or not at all; returns the content as a later ``look`` would give it."""
+    def keep(
+        self, name: str, made_of: Mapping[str, Any], content: Mapping[str, Any], done: bool = True
+    ) -> dict[str, Any]:
+        """Write a finished stage, whole or not at all; returns the content as a later ``look`` would give it. done:
+        False of a stage that did not come to its end; it is not written."""
         whole = plain({**content, "schema": SCHEMA, "name": name, "made_of": made_of})
         whole["checksum"] = sha256_of(whole)
-        write_json(self._path(name), whole)
+        if done:
+            write_json(self._path(name), whole)
         return json.loads(json.dumps(whole))  # as it is read back: a fresh record and a resumed one are the same
 
     def _path(self, name: str) -> Path:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dayzero.acceptance.accept.http import NoAnswer
 from dayzero.acceptance.accept.junit import junit_xml
 from dayzero.acceptance.accept.record import RECORD, findings_of, record_of, verdict_of
 from dayzero.acceptance.accept.registry import READ_BASELINE
@@ -42,8 +43,8 @@ from dayzero.units import counted
 JUNIT = "junit.xml"
 # Layer at fault when a stage ends with an error, the first that fits.
 LAYER_OF_ERROR: tuple[tuple[type[UserError], str], ...] = (
-    (ConfigError, "config"), (CheckpointError, "weights"), (ModelError, "operator"), (MachineError, "hardware"),
-    (EngineDead, "server"), (Overloaded, "scheduler"), (UsageError, "config"),
+    (NoAnswer, "server"), (ConfigError, "config"), (CheckpointError, "weights"), (ModelError, "operator"),
+    (MachineError, "hardware"), (EngineDead, "server"), (Overloaded, "scheduler"), (UsageError, "config"),
 )  # fmt: skip
 WHY_NOT: Mapping[Need, str] = {
     "source": "it needs a checkpoint (SOURCE), and only the address of a server was given",
@@ -109,10 +110,11 @@ def _stage(asked: Asked, kept: Kept, stage: Stage, number: int, servers: _Seen, 
     before = kept.look(stage.name, made_of)
     if before.why:
         shown.tell(f"{name}: {before.why}")
-    if before.content is not None:
-        return before.content | {"taken": True}
+    if before.content is not None and not (asked.subject.url and "service" in stage.needs and _fails(before.content)):
+        return before.content | {"taken": True}  # who runs a foreign server may have mended what failed there
     began, clock = _now(), time.monotonic()
     why = next((WHY_NOT[need] for need in sorted(stage.needs) if not _has(asked.subject, need)), None)
+    ended = True
     if why is not None:
         result = StageResult((not_run(stage, why),))
     else:
@@ -120,7 +122,7 @@ def _stage(asked: Asked, kept: Kept, stage: Stage, number: int, servers: _Seen, 
         context = Context(
             asked.subject, servers, folder, asked.profile, asked.seed, _named(shown.progress, name), asked.baseline
         )
-        result = _ran(stage, context)
+        result, ended = _ran(stage, context)
     seconds = round(time.monotonic() - clock, 3)
     content = {
         "title": stage.title,
@@ -132,19 +134,25 @@ def _stage(asked: Asked, kept: Kept, stage: Stage, number: int, servers: _Seen, 
         "samples": result.samples,
         "service": servers.told,
     }
-    whole = kept.keep(stage.name, made_of, content)
+    # What was hindered is not done: it is run again, and is in this run's record alone.
+    whole = kept.keep(stage.name, made_of, content, done=ended)
     listed = findings_of(whole["findings"])
     shown.tell(f"{name}: {verdict_of(listed)}, {counted(len(listed), 'finding')}, {duration_text(seconds)}")
     return whole | {"taken": False}
 
 
-def _ran(stage: Stage, context: Context) -> StageResult:
+def _ran(stage: Stage, context: Context) -> tuple[StageResult, bool]:
+    """What a stage found, and whether it came to its end."""
     try:
         result = stage.run(context)
     except UserError as error:
-        return StageResult((failed_to_run(stage, error),))
+        return StageResult((failed_to_run(stage, error),)), False
     assert result.findings, f"the stage {stage.name} found nothing at all"
-    return result
+    return result, True
+
+
+def _fails(content: Mapping[str, Any]) -> bool:
+    return any(finding["verdict"] == "fail" for finding in content["findings"])
 
 
 def _has(subject: Subject, need: Need) -> bool:

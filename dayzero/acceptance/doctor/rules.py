@@ -43,7 +43,7 @@ GATES: tuple[Gate, ...] = (
          "dayzero doctor", "dayzero doctor", "it names what this machine lacks"),
     Gate("files", "weights", "the files are whole and the publisher's",
          "dayzero inspect {source} --hash{recipe}", _JUDGED, "it reads every byte, and names the files to fetch again",
-         ("integrity.", "hashes.", "weights.absent", "weights.read", "weights.hash")),
+         ("integrity.", "hash.", "weights.absent", "weights.read")),
     Gate("config", "config", "the config is read as the publisher means it",
          "dayzero inspect {source} --all{recipe}", _JUDGED, "it accounts for every key of the config"),
     Gate("tensors", "weights", "every parameter is filled, once, from the right tensor",

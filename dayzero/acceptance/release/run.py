@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dayzero import __version__
+from dayzero.acceptance.accept.protocol import package_facts
 from dayzero.acceptance.files import write_json
 from dayzero.acceptance.release.steps import STEPS, Setting, Step
 from dayzero.checkpoint.mirror import Mirrored, await_publication, mirror
@@ -23,7 +24,9 @@ from dayzero.errors import UsageError
 from dayzero.finding import Verdict
 
 POLL_SECONDS = 20.0
+ENDING_SECONDS = 90.0  # for a command that was interrupted, and the servers that it ends
 MOST_FAILS = 5
+RECORD = "release.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,7 @@ def release(
 
     Errors: those of ``await_publication`` and ``mirror``; a step that fails is no error but the report's end.
     """
-    if setting.out.exists() and not setting.out.is_dir():
-        raise UsageError(f"--out {setting.out}: it is no folder; give another name.")
-    (setting.out / "steps").mkdir(parents=True, exist_ok=True)
+    _take(setting)
     with progress("waiting for the publication") as bar:
         source = await_publication(setting.source, wait, POLL_SECONDS, bar.note)
     if Path(setting.source).exists():
@@ -78,25 +79,47 @@ def release(
         with progress("mirroring", None, "B") as bar:
             kept = mirror(source, setting.out / "mirror", bar)
         at = replace(setting, checkpoint=str(kept.folder))
-    state, done = _content(source, kept), list[Done]()
+    state, done = _content(source, kept, setting), list[Done]()
     for step in steps:
         state = hashlib.sha256(f"{state}\n{step.call(at)}".encode()).hexdigest()  # a changed step changes all behind it
         done.append(_run(step, at, state, progress))
         report = ReleaseReport(setting.source, at.checkpoint, str(setting.out), tuple(done), _mirrored_json(kept))
-        write_json(setting.out / "release.json", report.to_json())
+        write_json(setting.out / RECORD, report.to_json())
         if done[-1].status == "failed":
             break
     return report
 
 
-def _content(source: Source, kept: Mirrored | None) -> str:
-    """Text that changes with the checkpoint's content, or with this package."""
+def _take(setting: Setting) -> None:
+    """Make the folder this pipeline's own, or see that it is: a step may remove what it made there before."""
+    out, record = setting.out, setting.out / RECORD
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: it is no folder; give another name.")
+    if not record.exists():
+        if out.exists() and any(out.iterdir()):
+            raise UsageError(f"--out {out}: it holds other things; give a new folder, or the one of an earlier run.")
+        (out / "steps").mkdir(parents=True, exist_ok=True)
+        write_json(record, {"source": setting.source, "steps": []})
+    try:
+        held = json.loads(record.read_text("utf-8"))["source"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{record} is damaged; give a new folder, or remove this one.") from error
+    if held != setting.source:
+        raise UsageError(f"--out {out}: it is a run of {held}, not of {setting.source}; give another folder.")
+
+
+def _content(source: Source, kept: Mirrored | None, setting: Setting) -> str:
+    """Text that changes with the checkpoint's content, the recipe's, or with this package."""
     files = (
         kept.files
         if kept is not None
         else {name: f"{size} {source.stamp(name)}" for name, size in source.files().items()}
     )
-    return json.dumps([__version__, dict(sorted(files.items()))])
+    recipe = None if setting.recipe is None else Path(setting.recipe)
+    held = (
+        hashlib.sha256(recipe.read_bytes()).hexdigest() if recipe is not None and recipe.is_file() else setting.recipe
+    )
+    return json.dumps([package_facts()["code_sha256"], held, dict(sorted(files.items()))])
 
 
 def _mirrored_json(kept: Mirrored | None) -> dict[str, Any] | None:
@@ -119,15 +142,30 @@ def _run(step: Step, setting: Setting, state: str, progress: ProgressFactory) ->
         shutil.rmtree(step.makes(setting))
     began = time.monotonic()
     with progress(f"dayzero {step.name}"):
-        ended = subprocess.run(
-            [sys.executable, "-m", "dayzero", call[0], "--json", *call[1:]],
-            stdin=subprocess.DEVNULL, capture_output=True, check=False,
-        )  # fmt: skip
-    report = _parsed(ended.stdout)
-    write_json(path, {"state": state, "exit_code": ended.returncode, "call": list(call), "report": report})
-    said = () if ended.returncode == 0 else _said(report, ended.stderr)
-    status = "passed" if ended.returncode == 0 else "failed"
+        code, out, errors = run_command([sys.executable, "-m", "dayzero", call[0], "--json", *call[1:]])
+    report = _parsed(out)
+    write_json(path, {"state": state, "exit_code": code, "call": list(call), "report": report})
+    said = () if code == 0 else _said(report, errors)
+    status = "passed" if code == 0 else "failed"
     return Done(step.name, step.title, status, time.monotonic() - began, said, str(path))
+
+
+def run_command(command: Sequence[str]) -> tuple[int, bytes, bytes]:
+    """(exit code, stdout, stderr). An interrupt is passed on, and its end waited for: what it started itself, such as a
+    server, is its own to end."""
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        out, errors = child.communicate()
+    except BaseException:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.communicate(timeout=ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        raise
+    return child.returncode, out, errors
 
 
 def _passed_before(path: Path, state: str) -> bool:

@@ -20,6 +20,9 @@ OWNER = "dayzero"
 REFUSALS = (400, 404, 405, 415, 422, 501)  # how servers say that they do not offer something
 NEEDED: Mapping[Api, str] = {"chat": "chat", "completions": "tokenizer"}  # capabilities of a card
 SERVER_LOG = "See the server's log for this request."
+# A server takes what a request leaves out from the checkpoint's generation_config.json, whose cuts are not the softmax.
+NEUTRAL: Mapping[str, Any] = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
+OURS_NEUTRAL: Mapping[str, Any] = {"top_k": 0, "min_p": 0, "repetition_penalty": 1}  # no part of the API as published
 
 
 class Ask:
@@ -93,15 +96,17 @@ class Ask:
 
     def whole(self, api: Api, prompt: Any, **fields: Any) -> Reply:
         """Refused; Malformed; NoAnswer."""
-        return whole(self.post(api, prompt, **self._extended(fields)), api)
+        return whole(self.post(api, prompt, **self.extended(fields)), api)
 
     def streamed(self, api: Api, prompt: Any, **fields: Any) -> Reply:
         """With its usage. Refused; Malformed; NoAnswer."""
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        return streamed(self.post(api, prompt, **self._extended(fields), **options), api)
+        return streamed(self.post(api, prompt, **self.extended(fields), **options), api)
 
-    def _extended(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {**({"return_token_ids": True} if self.ids else {}), **fields}
+    def extended(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """With what every request for an answer states, for ``post``."""
+        more = {"return_token_ids": True} if self.ids else {}
+        return {**NEUTRAL, **(OURS_NEUTRAL if self.ours else {}), **more, **fields}
 
     def scored(self, api: Api, count: int) -> dict[str, Any]:
         """The fields that ask for log-probabilities of the ``count`` likeliest tokens."""

@@ -216,7 +216,7 @@ def _many(ask: Ask, out: Checks) -> None:
     fields: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
     alone = [ask.whole(api, prompt, **fields).one.said for prompt in prompts]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda n: ask.post(api, prompts[n % 4], **fields), range(AT_ONCE)))
+        answers = list(pool.map(lambda n: ask.post(api, prompts[n % 4], **ask.extended(fields)), range(AT_ONCE)))
     busy = [answer for answer in answers if answer.status in (429, 503)]
     told = [(number, answer) for number, answer in enumerate(answers) if answer not in busy]
     wrong = [number for number, answer in told if whole(answer, api).one.said != alone[number % 4]]

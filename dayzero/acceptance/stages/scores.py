@@ -41,8 +41,8 @@ def faults_of(scores: list[Score], greedy: bool) -> list[str]:
             found.append(f"token {place}: probabilities add up to more than 1")
         if top and score.logprob > max(top) + SUM_SLACK:
             found.append(f"token {place}: the chosen token is likelier than the likeliest")
-        # halves of characters all look alike where only a text is told
-        named = [p for key, p in score.top if key == score.key and "\ufffd" not in str(key)]
+        # halves of characters, and tokens without a text, all look alike where only a text is told
+        named = [p for key, p in score.top if key and key == score.key and "\ufffd" not in str(key)]
         if named and min(abs(p - score.logprob) for p in named) > SUM_SLACK:
             found.append(f"token {place}: the chosen token has {score.logprob:.4f}, and {named[0]:.4f} in the list")
         if greedy and top and score.logprob < max(top) - TIE:

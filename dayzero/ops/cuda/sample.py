@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dayzero.ops.cuda.build import check_machine, load
+from dayzero.ops.line import MOST_DRAWN
 
 __all__ = ["check_machine", "draw"]
 
 THREADS = 1024
-MOST_TOKENS = 1 << 18  # their weights, whole numbers of 2^-44, sum to less than 2^63
 
 
 def draw(
@@ -28,8 +28,8 @@ def draw(
     """``sample.draw`` in one launch. Weights are f64 rounded to 2^-44 of the likeliest one: a token differs from the
     reference's only where ``chance``, or a cut, falls within V * 2^-45 of an edge. V <= 2^18; f32 logits."""
     rows, vocab = logits_SV.shape
-    if logits_SV.dtype != torch.float32 or vocab > MOST_TOKENS:
-        raise ValueError(f"this variant takes f32 logits of at most {MOST_TOKENS} tokens; bind another one")
+    if logits_SV.dtype != torch.float32 or vocab > MOST_DRAWN:
+        raise ValueError(f"this variant takes f32 logits of at most {MOST_DRAWN} tokens; bind another one")
     out = torch.empty(rows, dtype=torch.int64, device=logits_SV.device)
     if rows == 0:
         return out

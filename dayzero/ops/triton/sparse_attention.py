@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dayzero.ops.tiles import crossover_of
+from dayzero.ops.tiles import CROSSOVER, crossover_of
 from dayzero.ops.triton.machine import INTERPRETED, check_machine, hardware_word
 from dayzero.ops.triton.sparse_masked import Masked, attend_masked
 from dayzero.view import Paged
@@ -257,7 +257,8 @@ def sparse_listed(
     """
     call = _Call(q_THD, keys, values, listed_TN, sinks_H, scale, value_dim, softcap)
     form = "latent" if values is None else "grouped"
-    return call.everything(crossover_of(hardware_word(q_THD.device), form))
+    word = hardware_word(q_THD.device)
+    return call.everything(crossover_of(word if word in CROSSOVER else "h200", form))
 
 
 def sparse_up_to(
