@@ -137,13 +137,13 @@ class Captured:
             memory.stream.synchronize()
             torch.cuda.empty_cache()  # what the runs above leave is of no use to the pool of the graphs
             self._begin()
+            whole = False
             try:
                 work(spans, self._on_host)
-            except BaseException:
-                with suppress(RuntimeError):  # a capture that broke cannot be ended; the first error is the one to tell
+                whole = True
+            finally:  # a capture that broke cannot be ended; the first error is the one to tell
+                with nullcontext() if whole else suppress(RuntimeError):
                     self._end()
-                raise
-            self._end()
         torch.cuda.current_stream().wait_stream(memory.stream)
         self.num_pieces = 1 + len(self._pieces) // 2
 

@@ -158,13 +158,13 @@ def run_command(command: Sequence[str]) -> tuple[int, bytes, bytes]:
     )
     try:
         out, errors = child.communicate()
-    except BaseException:
-        child.send_signal(signal.SIGINT)
-        try:
-            child.communicate(timeout=ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-        raise
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGINT)
+            try:
+                child.communicate(timeout=ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
     return child.returncode, out, errors
 
 
