@@ -345,6 +345,7 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_broken_promise_is_found_by_the_finding_that_is_for_it(
     name: str, good: RunningServer, subject: Subject, monkeypatch: pytest.MonkeyPatch

@@ -212,6 +212,7 @@ FAULTS: Mapping[str, tuple[Callable[[pytest.MonkeyPatch], None], Mapping[str, An
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_fails_its_claim(name: str, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, settings, kind, layer = FAULTS[name]
@@ -261,6 +262,7 @@ SINGLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_fault_of_one_request_fails_its_claim(name: str, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, kind, layer = SINGLE[name]

@@ -317,6 +317,7 @@ LAYERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_broken_promise_is_found_by_the_finding_that_is_for_it(
     name: str, good: RunningServer, subject: Subject

@@ -112,6 +112,7 @@ RULES = tuple(r for r in base.RULES if "channel.gate" not in str(r) and "channel
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_fault_of_the_port_fails_the_module_and_what_is_behind(name: str, stand: Stand) -> None:
     change, kinds = RECIPES[name]
@@ -194,6 +195,7 @@ CODE: Mapping[str, tuple[Callable[[pytest.MonkeyPatch], None], Mapping[str, str]
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODE)
 def test_a_fault_of_code_fails_its_finding(name: str, stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, kinds, alone = CODE[name]

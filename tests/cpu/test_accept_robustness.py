@@ -360,6 +360,7 @@ def case_of(known: Known) -> tuple[list[int], Completion]:
     return prompt, known.asker.complete(prompt, 8, logprobs=2)
 
 
+@pytest.mark.slow
 def test_a_service_of_ours_survives_all_of_it(tmp_path: Path) -> None:
     context = Context(Subject("nowhere", None), FakeServices(folder=tmp_path), tmp_path)
     result: StageResult = robustness.run(context)

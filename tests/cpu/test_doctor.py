@@ -41,6 +41,7 @@ def line(placed: Placed) -> str:
     return f"{found.kind}: {found.claim} [{found.measured}] {'; '.join(found.evidence)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
 def test_a_planted_fault_is_at_the_root(stand: Stand, fault: Fault) -> None:
     """The finding that names the fault is the first cause's own, or follows from it; and there is a next command."""
