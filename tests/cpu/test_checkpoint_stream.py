@@ -173,17 +173,19 @@ def test_quantised_experts_are_decoded_into_one_tensor(tmp_path: Path) -> None:
 
 
 def test_one_stored_tensor_is_held_at_a_time(tmp_path: Path) -> None:
-    """The bytes that were read, as Python's allocator sees them; parameters live in torch's."""
-    tensors = {f"m.experts.{e}.w": seeded(128, 128, seed=e) for e in range(12)}
-    decl, rule = ParamDecl("up", (12, 128, 128)), Rule("m.experts.{e}.w", "up[{e}]")
-    loader = make_loader(tmp_path, tensors, [decl], [rule])
-    tracemalloc.start()
-    try:
-        loader.load("up")
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert 128 * 128 * 4 < peak_bytes < 1.5 * 128 * 128 * 4
+    """The bytes that were read, as Python's allocator sees them; parameters live in torch's. Those that a parameter holds
+    as they are stored are read into it."""
+    decl, rule = ParamDecl("up", (12, 256, 128)), Rule("m.experts.{e}.w", "up[{e}]")
+    for dtype, size, least, most in ((torch.bfloat16, 2, 1.0, 1.5), (torch.float32, 4, 0.0, 0.5)):
+        tensors = {f"m.experts.{e}.w": seeded(256, 128, seed=e).to(dtype) for e in range(12)}
+        loader = make_loader(tmp_path, tensors, [decl], [rule])
+        tracemalloc.start()
+        try:
+            loader.load("up")
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert least * size < peak_bytes / (256 * 128) < most * size, dtype
 
 
 def test_padding_is_cut_off_and_must_be_zero(tmp_path: Path) -> None:

@@ -107,11 +107,11 @@ def _gate_behind(forward: Any) -> Any:
     """The gate multiplies the output projection's result, which has as many channels in this twin."""
 
     def changed(block: LatentBlock, x_TD: Tensor, view: Any) -> Tensor:
-        kept, gate_of = block.gate, block.gate_of
-        assert gate_of is not None
+        kept = block.gate
+        assert kept is not None
         block.gate = None
         try:
-            return forward(block, x_TD, view) * torch.sigmoid(gate_of(x_TD))
+            return forward(block, x_TD, view) * torch.sigmoid(block.project(x_TD)[-1])
         finally:
             block.gate = kept
 

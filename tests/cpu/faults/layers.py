@@ -210,8 +210,8 @@ def _floor_blocks(decode: Any) -> Any:
 def _one_global_scale(read: Any) -> Any:
     """One of gate's and up's global scales is kept for both."""
 
-    def parts(loader: Loader, need: Any) -> Any:
-        found = read(loader, need)
+    def parts(loader: Loader, need: Any, building: Any) -> Any:
+        found = read(loader, need, building)
         name = dict(need.stored.parts).get("tensor_scale", "")
         if ".up_proj." in name:
             found["tensor_scale"] = loader._tensor(name.replace(".up_proj.", ".gate_proj."))
