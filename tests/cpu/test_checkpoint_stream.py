@@ -173,8 +173,8 @@ def test_quantised_experts_are_decoded_into_one_tensor(tmp_path: Path) -> None:
 
 
 def test_one_stored_tensor_is_held_at_a_time(tmp_path: Path) -> None:
-    """The bytes that were read, as Python's allocator sees them; parameters live in torch's. Those that a parameter holds
-    as they are stored are read into it."""
+    """The bytes that were read, as Python's allocator sees them; parameters live in torch's. Those that a parameter
+    holds as they are stored are read into it."""
     decl, rule = ParamDecl("up", (12, 256, 128)), Rule("m.experts.{e}.w", "up[{e}]")
     for dtype, size, least, most in ((torch.bfloat16, 2, 1.0, 1.5), (torch.float32, 4, 0.0, 0.5)):
         tensors = {f"m.experts.{e}.w": seeded(256, 128, seed=e).to(dtype) for e in range(12)}
