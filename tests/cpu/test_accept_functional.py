@@ -124,6 +124,13 @@ def _more_prompt_whole(call: Call, status: int, body: Any) -> tuple[int, Any]:
     return status, body
 
 
+def _works_on(call: Call, status: int, body: Any) -> tuple[int, Any]:
+    if isinstance(body, dict) and body.get("usage") and isinstance(call.body, dict) and call.body.get("stop"):
+        body["usage"]["total_tokens"] += 24 - body["usage"]["completion_tokens"]
+        body["usage"]["completion_tokens"] = 24
+    return status, body
+
+
 def _all_cached(call: Call, status: int, body: Any) -> tuple[int, Any]:
     if isinstance(body, dict) and body.get("usage"):
         body["usage"]["prompt_tokens_details"]["cached_tokens"] = 10_000
@@ -258,7 +265,8 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
         Fault(request=setting(logit_bias=None)), "sampling.bias", {"sampling.bias-down", "sampling.bias-up"}),
     "stop strings are shown": (Fault(request=_stop_shown), "stop.string", both("stop.string")),
     "stop strings are ignored": (
-        Fault(request=setting(stop=None)), "stop.string", both("stop.string")),
+        Fault(request=setting(stop=None)), "stop.string", both("stop.string") | both("stop.work")),
+    "work goes on behind a stop string": (Fault(answer=_works_on), "stop.string", both("stop.work")),
     "a stop is told as length": (
         Fault(answer=of_choices(lambda choice: _says_length(None, choice)), event=of_parts(_says_length)),  # type: ignore[arg-type]
         "stop.string", both("stop.string")),

@@ -17,6 +17,7 @@ from dayzero.console import ProgressFactory
 from dayzero.finding import Finding, Verdict
 
 OWNER = "dayzero"
+SHAPELESS = (AttributeError, IndexError, KeyError, TypeError)  # of whoever reads what a foreign server may send
 REFUSALS = (400, 404, 405, 415, 422, 501)  # how servers say that they do not offer something
 NEEDED: Mapping[Api, str] = {"chat": "chat", "completions": "tokenizer"}  # capabilities of a card
 SERVER_LOG = "See the server's log for this request."
@@ -223,6 +224,11 @@ def _run(ask: Ask, out: Checks, check: Check) -> str:
         _refused(ask, out, check, error.answer)
     except Malformed as error:
         out.judge(check.name, check.claim, False, str(error), "an answer of its API", layer=check.layer)
+    except SHAPELESS as error:
+        if ask.ours:
+            raise
+        told = f"an answer of another shape than its API has ({type(error).__name__}: {error})"
+        out.judge(check.name, check.claim, False, told, "an answer of its API", layer=check.layer)
     except NoAnswer as error:
         alive = ask.alive()
         remedy = "The server died or hangs: see its log, and send this request again." if not alive else SERVER_LOG

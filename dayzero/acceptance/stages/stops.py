@@ -13,6 +13,7 @@ NEVER = "\x01no model writes this\x01"
 MOST_STOP_IDS = 4
 CUT = "Cut the text before the stop string, also where it lies across tokens, and hold back what may yet become one."
 COUNT = "Count the ids that were generated, the stop token included, once, and in both modes by the same code."
+ENOUGH_TOKENS = 8  # of an answer, so that its middle is not its end
 
 
 def checks() -> tuple[Check, ...]:
@@ -60,10 +61,12 @@ def _strings(ask: Ask, out: Checks) -> None:
             f"stop.string-{api}", claim, not wrong, shown or f"{len(ways)} ways", f"{wanted[0][-20:]!r}, 'stop'",
             remedy=CUT,
         )  # fmt: skip
-        used = ways["whole"].used.completion
+        used, most = ways["whole"].used.completion, told.used.completion
+        if most >= ENOUGH_TOKENS:  # it is cut in the middle: who takes all of them has worked on behind it
+            most -= 1
         out.judge(
-            f"stop.work-{api}", f"a stop string ends the work too ({api})", 0 < used <= told.used.completion,
-            f"{used} tokens", f"1 to {told.used.completion}, those of the whole answer", layer="scheduler",
+            f"stop.work-{api}", f"a stop string ends the work too ({api})", 0 < used <= most,
+            f"{used} tokens", f"1 to {most}; the whole answer has {told.used.completion}", layer="scheduler",
             remedy="End the request in the engine when its text holds a stop string.",
         )  # fmt: skip
 
