@@ -154,10 +154,12 @@ def test_preempted_and_aborted_give_the_same(deltas: Path) -> None:
 
 def check_preempted_and_aborted(folder: Path) -> None:
     """A pool in which four requests do not run together to their ends; the last is aborted on its way."""
-    params = msgspec.structs.replace(SAMPLED, max_tokens=24)
-    requests = [ask(str(i), prompt_ids(14 + i, i), params) for i in range(4)]
     slab = Engine(folder, page_tokens=PAGE, max_running=9).runner.layout
-    least = least_slabs(slab, 48) + 1
+    held = slab.slab_bytes // slab.token_bytes  # tokens; an answer must outgrow a slab, or nobody has to give way
+    longest = 24 if held <= 2 * PAGE + 1 else held + PAGE
+    params = msgspec.structs.replace(SAMPLED, max_tokens=longest)
+    requests = [ask(str(i), prompt_ids(14 + i, i), params) for i in range(4)]
+    least = least_slabs(slab, longest + 24) + 1
     for slabs in range(least, 4 * least):
         eager, recorded = pair(folder, pool_bytes=slabs * slab.slab_bytes)
         before = recorded.manager.sums()
