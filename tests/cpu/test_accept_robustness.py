@@ -380,7 +380,7 @@ def test_a_small_model_passes(tmp_path: Path) -> None:
     with real("kimi_linear", tmp_path) as context:
         result = robustness.run(context)
     assert failed(result) == {}, [f for f in result.findings if f.verdict == "fail"]
-    assert named(result, "robust.soak.memory")[0].verdict == "pass"
+    assert named(result, "robust.soak.memory")[0].verdict == "pass", named(result, "robust.soak.memory")[0].measured
 
 
 def test_a_frozen_engine_that_nobody_notices_fails(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 WARM_SHARE, NUM_BLOCKS = 0.3, 10
+LEAST_SAMPLES = int(2 * NUM_BLOCKS / (1 - WARM_SHARE)) + 2
 T_995_8 = 3.355  # Student's t, NUM_BLOCKS - 2 degrees of freedom, both tails 1 %
 GOES_ON = 1 / 3  # share of the growth from first to last third that the second half must have; of a line it has half
 ARENA_SHARE, ARENA_BYTES = 0.01, 8 << 20  # of what is held, and at least: what an allocator's arenas move by

@@ -22,6 +22,7 @@ from dayzero.acceptance.stages.robust_ask import PATH, Asker, Completion, Prompt
 from dayzero.acceptance.stages.robust_same import difference
 
 NUM_PROMPTS, NUM_CLIENTS, SAMPLE_SECONDS, SETTLE_SECONDS = 12, 8, 0.2, 20.0
+LONGER = 4
 SHARED_TOKENS, OWN_TOKENS = 90, 60
 BAD: tuple[Mapping[str, Any], ...] = (
     {"prompt": "x", "max_tokens": -1},
@@ -81,7 +82,8 @@ def load_of(known: Known, seed: int, told: Callable[[str], None] = lambda text: 
 
 
 def soak(known: Known, load: Load, seconds: float, memory: Callable[[], list[int]], bound: float, seed: int) -> Soak:
-    """Ask for so long. memory: resident bytes of the server's processes. bound: of ``robust_same.difference``."""
+    """Ask for so long, and on a busy machine up to LONGER times that, until there are samples enough for a slope.
+    memory: resident bytes of the server's processes. bound: of ``robust_same.difference``."""
     out, lock, stop = Soak(), threading.Lock(), threading.Event()
     clients = [
         threading.Thread(target=_client, args=(known.asker, load, out, (lock, stop), bound, f"{seed} {i}"), daemon=True)
@@ -90,7 +92,9 @@ def soak(known: Known, load: Load, seconds: float, memory: Callable[[], list[int
     began = time.monotonic()
     for client in clients:
         client.start()
-    while time.monotonic() - began < seconds:
+    while (gone := time.monotonic() - began) < seconds or (
+        len(out.memory) < robust_memory.LEAST_SAMPLES and gone < LONGER * seconds
+    ):
         time.sleep(SAMPLE_SECONDS)
         out.memory.append((time.monotonic() - began, memory()))
     stop.set()
