@@ -22,8 +22,11 @@ REFUSALS = (400, 404, 405, 415, 422, 501)  # how servers say that they do not of
 NEEDED: Mapping[Api, str] = {"chat": "chat", "completions": "tokenizer"}  # capabilities of a card
 SERVER_LOG = "See the server's log for this request."
 # A server takes what a request leaves out from the checkpoint's generation_config.json, whose cuts are not the softmax.
-NEUTRAL: Mapping[str, Any] = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
-OURS_NEUTRAL: Mapping[str, Any] = {"top_k": 0, "min_p": 0, "repetition_penalty": 1}  # no part of the API as published
+# A foreign one is told of the field that all of them know; it may refuse the others.
+NEUTRAL: Mapping[str, Any] = {"top_p": 1}
+OURS_NEUTRAL: Mapping[str, Any] = {
+    "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
+}  # fmt: skip
 
 
 class Ask:
