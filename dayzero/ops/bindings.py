@@ -13,13 +13,18 @@ from dayzero.errors import UsageError
 from dayzero.ops.catalog import CATALOG, REFERENCE, Catalog, Line, lacking
 
 
+def variant_at(contract: str, site: str, bindings: Mapping[str, str]) -> str:
+    """The name of the variant that a site gets: by its own binding, its contract's, or the reference."""
+    return bindings.get(f"{contract}@{site}", bindings.get(contract, REFERENCE))
+
+
 def chosen(contract: str, site: str, bindings: Mapping[str, str], catalog: Catalog) -> Line:
     """The catalog line a site gets; UsageError when there is none."""
     lines = {line.variant: line for line in catalog.lookup(contract)}
     if not lines:
         near = ", ".join(catalog.nearest(contract)) or "none"
         raise UsageError(f"{site}: there is no operator contract {contract!r}; nearest: {near}")
-    variant = bindings.get(f"{contract}@{site}", bindings.get(contract, REFERENCE))
+    variant = variant_at(contract, site, bindings)
     if variant not in lines:
         raise UsageError(f"{site}: {contract} has no variant {variant!r}; it has {', '.join(lines)}")
     return lines[variant]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from dayzero.decl import OpUse
 from dayzero.finding import Finding
 from dayzero.hardware import Hardware
-from dayzero.ops.bindings import chosen
+from dayzero.ops.bindings import chosen, variant_at
 from dayzero.ops.catalog import REFERENCE, Catalog
 from dayzero.ops.experts_tables import TABLES, Run
 from dayzero.ops.tiles import CROSSOVER
@@ -21,7 +21,7 @@ TILED = "triton"  # the variant of experts that runs by the table
 
 def variant_of(use: OpUse, bindings: Mapping[str, str]) -> str:
     """The name of the variant that a use gets."""
-    return bindings.get(f"{use.contract}@{use.site}", bindings.get(use.contract, REFERENCE))
+    return variant_at(use.contract, use.site, bindings)
 
 
 def by_contract(bindings: Mapping[str, str], uses: Iterable[OpUse]) -> dict[str, dict[str, list[str]]]:

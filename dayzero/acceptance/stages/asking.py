@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dayzero.acceptance.accept.http import Answer, Client, NoAnswer
-from dayzero.acceptance.accept.stage import Profile, RunningServer, Subject
+from dayzero.acceptance.accept.stage import Context, Profile, RunningServer, StageResult, Subject
 from dayzero.acceptance.stages.answers import PATHS, Api, Malformed, Refused, Reply, at, streamed, whole
 from dayzero.console import ProgressFactory
 from dayzero.finding import Finding, Verdict
@@ -247,3 +247,12 @@ def _refused(ask: Ask, out: Checks, check: Check, answer: Answer) -> None:
         return
     bound = "status 200" if offered else f"status 200, or one of {REFUSALS} where it is not offered"
     out.judge(check.name, check.claim, False, answer.said, bound, layer=check.layer)
+
+
+def ask_all(stage: str, checks: Sequence[Check], context: Context) -> StageResult:
+    """A stage that is checks of the shared server. Errors: those of starting it."""
+    ask = Ask(context.services.shared(), context.subject, context.profile, context.seed)
+    out = Checks(stage)
+    judge_basics(ask, out)
+    run_checks(ask, out, checks, context.progress)
+    return StageResult(tuple(out.findings), facts=ask.facts(), samples=out.samples)

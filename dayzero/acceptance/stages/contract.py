@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dayzero.acceptance.accept.stage import Context, Stage, StageResult
 from dayzero.acceptance.stages import framing, other_apis, probes, refusals, shapes
-from dayzero.acceptance.stages.asking import Ask, Check, Checks, judge_basics, run_checks
+from dayzero.acceptance.stages.asking import Check, ask_all
 
 NAME = "contract"
 
@@ -16,11 +16,7 @@ def checks() -> tuple[Check, ...]:
 
 def run(context: Context) -> StageResult:
     """Errors: those of starting a server. What a server answers is a finding."""
-    ask = Ask(context.services.shared(), context.subject, context.profile, context.seed)
-    out = Checks(NAME)
-    judge_basics(ask, out)
-    run_checks(ask, out, checks(), context.progress)
-    return StageResult(tuple(out.findings), facts=ask.facts(), samples=out.samples)
+    return ask_all(NAME, checks(), context)
 
 
 STAGE = Stage(NAME, "Contract: the API as a black box", frozenset({"service"}), run)
