@@ -1,11 +1,12 @@
 """Much in a few minutes on a machine with GPUs: checks side by side first, then timings with a GPU to themselves.
 
-    python benchmarks/window.py FOLDER CHECK_SECONDS TIME_SECONDS [--gpus N] [--out DIR]
+    python benchmarks/window.py FOLDER CHECK_SECONDS TIME_SECONDS [--gpus N] [--all SECONDS] [--out DIR]
 
 FOLDER holds a folder for each job, with ``check.sh``, ``time.sh`` or both. All checks run at once, dealt out over the
 GPUs, and may compile what the timings use; whatever still runs after CHECK_SECONDS is stopped. Then each GPU takes the
-timings that were dealt to it, one after the other, TIME_SECONDS each. A job whose check failed is not timed. DIR gets
-NAME.check.log and NAME.time.log; what ended how is printed.
+next timing, TIME_SECONDS each, until none is left; none begins or runs on after SECONDS of the whole. A job whose check
+failed is not timed. DIR gets NAME.check.log and NAME.time.log, and NAME.files, a folder that a job finds as $JOB_OUT;
+what ended how is printed.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ from pathlib import Path
 class Job:
     name: str
     folder: Path
-    gpu: int
 
     def script(self, kind: str) -> Path:
         return self.folder / f"{kind}.sh"
 
 
-def run(job: Job, kind: str, seconds: float, out: Path) -> str:
+def run(job: Job, kind: str, gpu: int, seconds: float, out: Path) -> str:
     """Run a script of a job in a session of its own, and stop all of it when its time is over; how it ended."""
     began = time.monotonic()
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(job.gpu), "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+    files = out / f"{job.name}.files"
+    files.mkdir(exist_ok=True)
+    environment = {
+        **os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1",
+        "JOB_OUT": str(files),
+    }  # fmt: skip
     with open(out / f"{job.name}.{kind}.log", "wb") as log:
         child = subprocess.Popen(
             ["bash", str(job.script(kind))], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -46,29 +51,37 @@ def run(job: Job, kind: str, seconds: float, out: Path) -> str:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             code = "stopped"
-    return f"{job.name:<24} {kind:<6} gpu {job.gpu}  {time.monotonic() - began:6.1f} s  {code}"
+    return f"{job.name:<24} {kind:<6} gpu {gpu}  {time.monotonic() - began:6.1f} s  {code}"
 
 
-def check_all(jobs: list[Job], seconds: float, out: Path) -> set[str]:
+def check_all(jobs: list[Job], seconds: float, gpus: int, out: Path) -> set[str]:
     """Names of the jobs whose checks passed, or that have none."""
     passed, lock = {job.name for job in jobs if not job.script("check").exists()}, threading.Lock()
 
-    def one(job: Job) -> None:
-        line = run(job, "check", seconds, out)
+    def one(job: Job, gpu: int) -> None:
+        line = run(job, "check", gpu, seconds, out)
         with lock:
             print(line, flush=True)
             if line.endswith(" 0"):
                 passed.add(job.name)
 
-    _all([threading.Thread(target=one, args=(job,)) for job in jobs if job.script("check").exists()])
+    checked = [job for job in jobs if job.script("check").exists()]
+    _all([threading.Thread(target=one, args=(job, number % gpus)) for number, job in enumerate(checked)])
     return passed
 
 
-def time_all(jobs: list[Job], seconds: float, gpus: int, out: Path) -> None:
+def time_all(jobs: list[Job], seconds: float, gpus: int, end: float, out: Path) -> None:
+    todo, lock = [job for job in jobs if job.script("time").exists()], threading.Lock()
+
     def one(gpu: int) -> None:
-        for job in jobs:
-            if job.gpu == gpu and job.script("time").exists():
-                print(run(job, "time", seconds, out), flush=True)
+        while True:
+            with lock:
+                if not todo:
+                    return
+                job = todo.pop(0)
+            left = min(seconds, end - time.monotonic())
+            line = run(job, "time", gpu, left, out) if left > 0 else f"{job.name:<24} time   not begun"
+            print(line, flush=True)
 
     _all([threading.Thread(target=one, args=(gpu,)) for gpu in range(gpus)])
 
@@ -86,13 +99,14 @@ def main() -> int:
     parser.add_argument("check_seconds", type=float)
     parser.add_argument("time_seconds", type=float)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--all", type=float, default=float("inf"), help="seconds of the whole")
     parser.add_argument("--out", type=Path, default=Path("window"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    folders = sorted(path for path in given.folder.iterdir() if path.is_dir())
-    jobs = [Job(path.name, path, number % given.gpus) for number, path in enumerate(folders)]
-    passed = check_all(jobs, given.check_seconds, given.out)
-    time_all([job for job in jobs if job.name in passed], given.time_seconds, given.gpus, given.out)
+    end = time.monotonic() + given.all
+    jobs = [Job(path.name, path) for path in sorted(given.folder.iterdir()) if path.is_dir()]
+    passed = check_all(jobs, given.check_seconds, given.gpus, given.out)
+    time_all([job for job in jobs if job.name in passed], given.time_seconds, given.gpus, end, given.out)
     return 0 if len(passed) == len(jobs) else 1
 
 
