@@ -1,12 +1,12 @@
 """Much in a few minutes on a machine with GPUs: checks side by side first, then timings with a GPU to themselves.
 
-    python benchmarks/window.py FOLDER CHECK_SECONDS TIME_SECONDS [--gpus N] [--all SECONDS] [--out DIR]
+    python benchmarks/window.py FOLDER CHECK_SECONDS TIME_SECONDS [--gpus N] [--timed N] [--all SECONDS] [--out DIR]
 
 FOLDER holds a folder for each job, with ``check.sh``, ``time.sh`` or both. All checks run at once, dealt out over the
-GPUs, and may compile what the timings use; whatever still runs after CHECK_SECONDS is stopped. Then each GPU takes the
-next timing, TIME_SECONDS each, until none is left; none begins or runs on after SECONDS of the whole. A job whose check
-failed is not timed. DIR gets NAME.check.log and NAME.time.log, and NAME.files, a folder that a job finds as $JOB_OUT;
-what ended how is printed.
+GPUs, and may compile what the timings use; whatever still runs after CHECK_SECONDS is stopped. Then each GPU (the first
+of them only with --timed, where others have other work) takes the next timing, TIME_SECONDS each, until none is left;
+none begins or runs on after SECONDS of the whole. A job whose check failed is not timed. DIR gets NAME.check.log and
+NAME.time.log, and NAME.files, a folder that a job finds as $JOB_OUT; what ended how is printed.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def main() -> int:
     parser.add_argument("check_seconds", type=float)
     parser.add_argument("time_seconds", type=float)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--timed", type=int, help="GPUs that take timings, where not all")
     parser.add_argument("--all", type=float, default=float("inf"), help="seconds of the whole")
     parser.add_argument("--out", type=Path, default=Path("window"))
     given = parser.parse_args()
@@ -106,7 +107,7 @@ def main() -> int:
     end = time.monotonic() + given.all
     jobs = [Job(path.name, path) for path in sorted(given.folder.iterdir()) if path.is_dir()]
     passed = check_all(jobs, given.check_seconds, given.gpus, given.out)
-    time_all([job for job in jobs if job.name in passed], given.time_seconds, given.gpus, end, given.out)
+    time_all([job for job in jobs if job.name in passed], given.time_seconds, given.timed or given.gpus, end, given.out)
     return 0 if len(passed) == len(jobs) else 1
 
 

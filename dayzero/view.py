@@ -213,7 +213,8 @@ class StepView:
     cache group -> where its records lie. scratch: what one layer leaves for a later one in the same step (shared top-k
     indices), by name; emptied between steps. inserted: rows of images in place of embeddings; none overlap. on_host:
     through which a block does what depends on numbers that only the host can look at, so that a step can be recorded in
-    pieces around it.
+    pieces around it. real [T] bool: which tokens are a request's, where others may pad the step and a block is to leave
+    them out; None: nothing is left out.
     """
 
     tokens: Tensor
@@ -226,6 +227,7 @@ class StepView:
     scratch: dict[str, object]
     inserted: tuple[Inserted, ...] = ()
     on_host: OnHost = at_once
+    real: Tensor | None = None
 
     @property
     def num_single(self) -> int:

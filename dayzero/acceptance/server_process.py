@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,24 @@ class ServerProcess:
     """One ``dayzero serve ARGUMENTS``, in a session of its own, so that an interrupt typed at the terminal is its
     starter's to pass on, once. Whoever makes one must call ``end``.
 
-    log: file that its stderr goes to. environment: None for that of this process. began: by time.perf_counter.
+    log: file that its stderr goes to. environment: None for that of this process. key: that clients must send, passed
+    through a pipe, since command lines are there for every user of a machine to read. began: by time.perf_counter.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, key: str = ""
+    ) -> None:
         command = [sys.executable, "-m", "dayzero", "serve", *arguments, "--host", "127.0.0.1", "--port", "0", "--json"]
         self.log = log
         self.told: dict[str, Any] = {}  # what it printed when it was ready: address, served, info
         self.began = time.perf_counter()
         self._line = b""
-        with log.open("wb") as errors:
+        with log.open("wb") as errors, _pipe_with(key) as given:
+            if given is not None:
+                command += ["--api-key-fd", str(given)]
             self._child = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, env=environment,
-                start_new_session=True, bufsize=0,
+                start_new_session=True, bufsize=0, pass_fds=() if given is None else (given,),
             )  # fmt: skip
 
     @property
@@ -153,6 +158,21 @@ class ServerProcess:
                     os.kill(pid, signal.SIGKILL)
         if self._child.stdout is not None:
             self._child.stdout.close()
+
+
+@contextlib.contextmanager
+def _pipe_with(key: str) -> Iterator[int | None]:
+    """The reading end of a pipe that holds ``key``, closed here when the context is left; None for no key."""
+    if not key:
+        yield None
+        return
+    read, write = os.pipe()
+    try:
+        with os.fdopen(write, "wb") as end:
+            end.write(key.encode())  # far below what a pipe holds, so nobody waits
+        yield read
+    finally:
+        os.close(read)
 
 
 def _descendants(root: int) -> list[int]:

@@ -32,7 +32,10 @@ class GLU:
         ]
 
     def contracts(self, p: str) -> list[OpUse]:
-        return [linear_use(f"{p}.{n}") for n in ("gate", "up", "down")] + [self.act.use(f"{p}.act")]
+        return [
+            *(linear_use(f"{p}.{n}") for n in ("gate", "up", "down")), self.act.use(f"{p}.act"),
+            self.act.use(f"{p}.gate_up", "linear.matmul_glu"),  # two products and what is made of them
+        ]  # fmt: skip
 
     def active_params(self) -> int:
         return 3 * self.dim * self.inner
@@ -56,8 +59,8 @@ class Router:
     renormalise: bool = True
     scale: float = 1.0
 
-    def use(self, site: str) -> OpUse:
-        return OpUse("moe.route", site, (("bias", self.bias), ("groups", self.groups > 1), ("score", self.score)))
+    def use(self, site: str, contract: str = "moe.route") -> OpUse:
+        return OpUse(contract, site, (("bias", self.bias), ("groups", self.groups > 1), ("score", self.score)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ class MoE:
 
     def contracts(self, p: str) -> list[OpUse]:
         out = [OpUse("linear.matmul_f32", f"{p}.router"), self.router.use(f"{p}.route")]
+        out.append(self.router.use(f"{p}.choose", "moe.matmul_route"))  # the two in one
         out.append(OpUse(self.contract, f"{p}.experts", (("act", self.act.kind), ("bias", self.bias))))
         if self.latent:
             out += [linear_use(f"{p}.latent_down"), linear_use(f"{p}.latent_up")]
@@ -134,6 +138,8 @@ class MoE:
             out += self.shared.contracts(f"{p}.shared")
         if self.shared_gate:
             out.append(linear_use(f"{p}.shared_gate"))
+        elif self.shared:
+            out.append(OpUse("linear.matmul_add", f"{p}.shared.down"))  # its product, and the sum with the routed
         return out
 
     def active_params(self) -> int:

@@ -25,6 +25,11 @@ def rope_use(rope: Rope, site: str) -> OpUse:
     return OpUse("rope.apply", site, (("place", rope.place), ("style", rope.style)))
 
 
+def turn_traits(rope: Rope | None) -> tuple[tuple[str, object], ...]:
+    """Of an operator that turns heads among other things."""
+    return ("mrope", rope is not None and rope.sections is not None), ("style", None if rope is None else rope.style)
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Grouped-query softmax attention (Llama, Qwen3, gpt-oss, Qwen3.5's full layers).
@@ -57,6 +62,11 @@ class Attention:
     def made(self) -> tuple[str, ...]:
         """Projections of the input that this layer makes."""
         return ("q", "k", "v") if self.kv_layer is None else ("q",)
+
+    @property
+    def enters_at_once(self) -> bool:
+        """Whether one operator may norm, turn and write all heads."""
+        return self.kv_layer is None and (self.qk_norm is None or self.qk_norm.kind == "rms")
 
     def params(self, p: str) -> list[ParamDecl]:
         q_unit = self.head_dim * (2 if self.gate else 1)
@@ -100,6 +110,9 @@ class Attention:
             out.append(rope_use(self.rope, f"{p}.rope"))
         if self.qk_norm:
             out += [self.qk_norm.use(f"{p}.{n}_norm") for n in self._normed()]
+        if self.enters_at_once:  # norms, turns and writes in one
+            entry = (*turn_traits(self.rope), ("norm", self.qk_norm is not None), *record)
+            out.append(OpUse("attention.norm_rope_write", f"{p}.qkv", tuple(sorted(entry))))
         if self.gate:
             out.append(OpUse("attention.gate", f"{p}.gate", (("per", "channel"),)))
         return out
@@ -176,13 +189,15 @@ class MLA:
         out.append(self.norm(self.kv_rank).use(f"{p}.kv_a_norm"))
         record = record_trait(self.record)
         out.append(OpUse("cache.write", f"{p}.latent", record))
-        style = ("style", None if self.rope is None else self.rope.style)
-        mrope = ("mrope", self.rope is not None and self.rope.sections is not None)
-        out.append(OpUse("cache.write_latent", f"{p}.row", (mrope, *record, style)))  # norm, rope and write in one
+        row = tuple(sorted((*turn_traits(self.rope), *record)))
+        out.append(OpUse("cache.write_latent", f"{p}.row", row))  # norm, rope and write in one
         out.append(OpUse("latent.absorb", f"{p}.kv_b"))  # once, when it is loaded; else an operand of attend
         out += [OpUse("latent.queries", f"{p}.queries"), OpUse("latent.values", f"{p}.values")]
-        attend = "attention.paged" if self.index is None else "attention.sparse"
-        out.append(OpUse(attend, f"{p}.attend", (("latent", True), *record)))
+        if self.index is None:
+            whole = (("latent", True), ("latent_width", self.kv_rank), *record)
+            out.append(OpUse("attention.paged", f"{p}.attend", whole))
+        else:
+            out.append(OpUse("attention.sparse", f"{p}.attend", (("latent", True), *record)))
         if self.rope:
             out.append(rope_use(self.rope, f"{p}.rope"))
         if self.gate:

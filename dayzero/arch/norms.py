@@ -58,5 +58,5 @@ class Activation:
     beta: float = 1.0
     linear_beta: float = 1.0
 
-    def use(self, site: str) -> OpUse:
-        return OpUse("activation.glu", site, (("kind", self.kind),))
+    def use(self, site: str, contract: str = "activation.glu") -> OpUse:
+        return OpUse(contract, site, (("kind", self.kind),))

@@ -5,13 +5,43 @@ T tokens of the step, H query heads, K key heads, D head width.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor
 
 from dayzero.arch.mixers import Attention
-from dayzero.blocks.site import Params, Site, Unary
-from dayzero.view import StepView, TokenStore
+from dayzero.blocks.site import Params, Site, Unary, turns
+from dayzero.ops.heads_write import HeadNorms, Kept, norm_rope_write
+from dayzero.ops.latent_write import Turn
+from dayzero.view import Codec, StepView, TokenStore
+
+Heads = tuple[Tensor, Tensor, Tensor]  # q [T, H, D], k and v [T, K, D], as projected
+Enter = Callable[[Heads, TokenStore, TokenStore, StepView], Tensor]  # (heads, keys' store, values', view) -> q
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Heads normed, turned and written by one operator: each store says where its records lie, the second one last."""
+
+    op: Callable[..., Tensor]
+    norms: HeadNorms | None
+    turn_of: Callable[[Tensor], Turn | None]
+
+    def __call__(self, heads: Heads, k_store: TokenStore, v_store: TokenStore, view: StepView) -> Tensor:
+        q_THD, k_TKD, v_TKD = heads
+        entered: list[Tensor] = []
+
+        def keys(k: Tensor, k_rows: Tensor, blocks: Tensor, offsets: Tensor, codec: Codec | None) -> None:
+            def values(v: Tensor, v_rows: Tensor, *places: Any) -> None:
+                kept = Kept(k_rows, v_rows, blocks, offsets)
+                entered.append(self.op(q_THD, k, v, kept, codec, self.norms, self.turn_of(view.positions)))
+
+            v_store.append(view, v_TKD, values)
+
+        k_store.append(view, k_TKD, keys)
+        return entered[0]
 
 
 class AttentionBlock:
@@ -32,6 +62,7 @@ class AttentionBlock:
         self.sinks_H = params["sinks"] if spec.sinks else None
         self.attend = site.op("attention.paged", "attend")
         self.write = {n: site.op("cache.write", n) for n in spec.made if n != "q"}
+        self.enter: Enter = self._at_once(params) or self._in_turn
         self.gate = site.op("attention.gate", "gate") if spec.gate else None
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
@@ -39,13 +70,13 @@ class AttentionBlock:
         spec = self.spec
         made = dict(zip(spec.made, self.project(x_TD), strict=True))
         q_THD, gate_THD = self._queries(made["q"])
-        q_THD = self._turned("q", q_THD, view)
         k_store = cast(TokenStore, view.stores[self.site.part("k")])
         v_store = cast(TokenStore, view.stores[self.site.part("v")])
-        if spec.kv_layer is None:
+        if spec.kv_layer is not None:
+            q_THD = self._turned("q", q_THD, view)
+        else:
             k_TKD, v_TKD = (made[n].unflatten(-1, (spec.kv_heads, spec.head_dim)) for n in ("k", "v"))
-            k_store.append(view, self._turned("k", k_TKD, view), self.write["k"])
-            v_store.append(view, v_TKD, self.write["v"])
+            q_THD = self.enter((q_THD, k_TKD, v_TKD), k_store, v_store, view)
         out_THD, _ = self.attend(
             q_THD, k_store.pages(view), v_store.pages(view),
             scale=spec.softmax_scale, window=spec.window, sinks_H=self.sinks_H,
@@ -53,6 +84,26 @@ class AttentionBlock:
         if self.gate is not None:
             out_THD = self.gate(out_THD, gate_THD)
         return self.o(out_THD.flatten(-2))
+
+    def _at_once(self, params: Params) -> AtOnce | None:
+        """None where no operator is bound that does all: the reference is the operators in turn, so those that are
+        bound to them do the work."""
+        if not self.spec.enters_at_once:
+            return None
+        op, norm = self.site.op(norm_rope_write.name, "qkv"), self.spec.qk_norm
+        if op is norm_rope_write.body:
+            return None
+        norms = None
+        if norm is not None:
+            norms = HeadNorms(params["q_norm"], params["k_norm"], norm.eps, norm.offset, norm.scale_in)
+        return AtOnce(op, norms, turns(self.spec.rope))
+
+    def _in_turn(self, heads: Heads, k_store: TokenStore, v_store: TokenStore, view: StepView) -> Tensor:
+        q_THD, k_TKD, v_TKD = heads
+        q_THD = self._turned("q", q_THD, view)
+        k_store.append(view, self._turned("k", k_TKD, view), self.write["k"])
+        v_store.append(view, v_TKD, self.write["v"])
+        return q_THD
 
     def _turned(self, part: str, x_THD: Tensor, view: StepView) -> Tensor:
         """Normed, where there is a norm, and rotated."""

@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from dayzero.arch.channels import GLU
-from dayzero.blocks.site import Params, Site, activation_args
+from dayzero.blocks.site import Params, Site, Unary, activation_args
+from dayzero.ops.linear import matmul_add, matmul_glu
 from dayzero.view import StepView
 
 
 class GLUBlock:
-    """``GLU``."""
+    """``GLU``. adds: its result is added to another's (``onto``)."""
 
-    def __init__(self, spec: GLU, params: Params, site: Site) -> None:
-        self.gate_up, self.down = site.linears(params, ("gate", "up")), site.linear(params, "down")
+    def __init__(self, spec: GLU, params: Params, site: Site, *, adds: bool = False) -> None:
         self.act, self.act_args = site.op("activation.glu", "act"), activation_args(spec.act)
+        self.gated, self.down = self._at_once(params, site) or self._in_turn(params, site), site.linear(params, "down")
+        op = site.op(matmul_add.name, "down") if adds else matmul_add.body
+        self.down_onto: Callable[[Tensor, Tensor], Tensor] | None = None
+        if op is not matmul_add.body:  # which is the two in turn
+            weight = site.laid_out(matmul_add.name, "down", params["down"])
+            self.down_onto = lambda x_TI, out_TD: op(x_TI, weight, out_TD)
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
         """x [T, dim] -> [T, dim]."""
         del view
-        return self.down(self.act(*self.gate_up(x_TD), **self.act_args))
+        return self.down(self.gated(x_TD))
+
+    def onto(self, out_TD: Tensor, x_TD: Tensor, view: StepView) -> Tensor:
+        """out + what it makes of x, both [T, dim]."""
+        return out_TD + self.forward(x_TD, view) if self.down_onto is None else self.down_onto(self.gated(x_TD), out_TD)
+
+    def _at_once(self, params: Params, site: Site) -> Unary | None:
+        """None where no operator is bound that multiplies and activates: its reference is the operators in turn."""
+        op = site.op(matmul_glu.name, "gate_up")
+        if op is matmul_glu.body:
+            return None
+        weight = site.laid_out(matmul_glu.name, "gate_up", torch.cat([params["gate"], params["up"]]))
+        return lambda x_TD: op(x_TD, weight, self.act_args)
+
+    def _in_turn(self, params: Params, site: Site) -> Unary:
+        gate_up = site.linears(params, ("gate", "up"))
+        return lambda x_TD: self.act(*gate_up(x_TD), **self.act_args)

@@ -6,7 +6,6 @@ L rows of one sequence's history, A selected positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Literal, cast
 
@@ -14,28 +13,12 @@ import torch
 from torch import Tensor
 
 from dayzero.arch.mixers import MLA
-from dayzero.arch.rope import Rope
-from dayzero.blocks.site import Params, Site, Unary
+from dayzero.blocks.site import Params, Site, Unary, turns
 from dayzero.blocks.sparse_index import Generator, build_index, last_selection
-from dayzero.ops.latent_write import LatentNorm, Turn, write_latent
+from dayzero.ops.latent_write import LatentNorm, write_latent
 from dayzero.view import Paged, StepView, TokenStore
 
 Form = Literal["absorbed", "expanded"]
-
-
-def _turns(rope: Rope | None) -> Callable[[Tensor], Turn | None]:
-    """positions -> the turn of the shared key; None without a rope. Frequencies go to a device once."""
-    if rope is None:
-        return lambda positions: None
-    freq_F = torch.tensor(rope.inv_freq(), dtype=torch.float64).float()
-    placed = {freq_F.device: freq_F}
-
-    def turn(positions: Tensor) -> Turn:
-        if positions.device not in placed:
-            placed[positions.device] = freq_F.to(positions.device)
-        return Turn(positions, placed[positions.device], rope.style, rope.place, rope.magnitude(), rope.sections)
-
-    return turn
 
 
 class LatentBlock:
@@ -63,7 +46,7 @@ class LatentBlock:
         self.write, fused = site.op("cache.write", "latent"), site.op("cache.write_latent", "row")
         norm = spec.norm(spec.kv_rank)
         self.row_norm = LatentNorm(params["kv_a_norm"], norm.eps, norm.scale_in)
-        self.turn_of = _turns(spec.rope)
+        self.turn_of = turns(spec.rope)
         # The reference is the operators one by one: those that are bound to them do the work.
         self.fused = None if fused is write_latent.body else fused
         self.rope = site.rope(spec.rope)

@@ -5,7 +5,7 @@ T tokens, D model width, E experts, N chosen experts a token, W width the expert
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -16,8 +16,10 @@ from dayzero.arch.channels import MoE
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.glu import GLUBlock
 from dayzero.blocks.site import Params, Site, activation_args
+from dayzero.ops.router import Choosing, matmul_route
 from dayzero.view import StepView
 
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]  # x [T, D] -> (ids, weights) [T, N]
 RENORMALISE_EPS = 1e-20  # what the publishers' routers add to the sum; it changes nothing unless the sum is 0
 MATRICES = ("gate", "up", "down")
 
@@ -54,6 +56,11 @@ class MoEBlock:
         self.logits = site.linear(params, "router", bias=router.bias == "logit", f32=True)
         self.select_bias_E = params["router_bias"] if router.bias == "select" else None
         self.route = site.op("moe.route", "route")
+        self.choosing = Choosing(
+            router.top_k, router.score, (router.groups, router.top_groups), router.renormalise, router.scale,
+            RENORMALISE_EPS,
+        )  # fmt: skip
+        self.choose = self._at_once(params) or self._in_turn
         self.experts = site.op(spec.contract, "experts")
         self.weights = tuple(site.laid_out(spec.contract, "experts", params[f"experts.{n}"]) for n in MATRICES)
         self.fetched = self.weights[0] if isinstance(self.weights[0], Fetched) else None
@@ -62,18 +69,18 @@ class MoEBlock:
         self.latent_down = site.linear(params, "latent_down") if spec.latent else None
         self.latent_up = site.linear(params, "latent_up") if spec.latent else None
         self.latent_norm = site.norm(spec.latent_norm, params, "latent_norm") if spec.latent_norm else None
-        self.shared = GLUBlock(spec.shared, params.below("shared"), site.below("shared")) if spec.shared else None
+        self.shared: GLUBlock | None = None
+        if spec.shared:
+            inner = params.below("shared"), site.below("shared")
+            self.shared = GLUBlock(spec.shared, *inner, adds=not spec.shared_gate)
         self.shared_gate = site.linear(params, "shared_gate") if spec.shared_gate else None
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
         """x [T, dim] -> [T, dim]. The router sees x itself, not the latent."""
-        router = self.spec.router
-        ids_TN, weights_TN = self.route(
-            self.logits(x_TD), router.top_k, score=router.score, bias_E=self.select_bias_E,
-            groups=(router.groups, router.top_groups), renormalise=router.renormalise, scale=router.scale,
-            eps=RENORMALISE_EPS,
-        )  # fmt: skip
+        ids_TN, weights_TN = self.choose(x_TD)
         self.site.show_layer("experts", ids_TN)
+        if self.fetched is not None and view.real is not None:  # no expert is read for what pads a step
+            ids_TN = torch.where(view.real[:, None], ids_TN, -1)
         x_TW = x_TD if self.latent_down is None else self.latent_down(x_TD)
         chosen = partial(self._chosen, x_TW, ids_TN, weights_TN)
         out = chosen() if self.fetched is None else view.on_host(chosen, x_TW)
@@ -81,17 +88,34 @@ class MoEBlock:
             out = self.latent_norm(out)
         if self.latent_up is not None:
             out = self.latent_up(out)
-        return out if self.shared is None else out + self._shared(self.shared, x_TD, view)
+        if self.shared is None:
+            return out
+        if self.shared_gate is None:
+            return self.shared.onto(out, x_TD, view)
+        share_T1 = torch.sigmoid(self.shared_gate(x_TD).double()).float()
+        shared_TD = self.shared.forward(x_TD, view)
+        return out + (share_T1 * shared_TD.float()).to(shared_TD.dtype)
+
+    def _at_once(self, params: Params) -> Choose | None:
+        """None where no operator is bound that multiplies and chooses: its reference is the two in turn."""
+        op = self.site.op(matmul_route.name, "choose")
+        if op is matmul_route.body:
+            return None
+        biased = self.spec.router.bias == "logit"
+        weight_ED, bias_E = params["router"], params["router_bias"] if biased else None
+        return partial(
+            op, w_ED=weight_ED, choosing=self.choosing, logit_bias_E=bias_E, select_bias_E=self.select_bias_E
+        )
+
+    def _in_turn(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        top_k, score, groups, renormalise, scale, eps = self.choosing
+        return self.route(
+            self.logits(x_TD), top_k, score=score, bias_E=self.select_bias_E, groups=groups, renormalise=renormalise,
+            scale=scale, eps=eps,
+        )  # fmt: skip
 
     def _chosen(self, x_TW: Tensor, ids_TN: Tensor, weights_TN: Tensor) -> Tensor:
         """[T, W] what the chosen experts make of x; those that are fetched are asked for by the host."""
         if self.fetched is not None:
             self.fetched.expect([e for e in ids_TN.unique().tolist() if e >= 0])
         return self.experts(x_TW, ids_TN, weights_TN, *self.weights, self.act_args, biases=self.biases)
-
-    def _shared(self, shared: GLUBlock, x_TD: Tensor, view: StepView) -> Tensor:
-        out_TD = shared.forward(x_TD, view)
-        if self.shared_gate is None:
-            return out_TD
-        share_T1 = torch.sigmoid(self.shared_gate(x_TD).double()).float()
-        return (share_T1 * out_TD.float()).to(out_TD.dtype)

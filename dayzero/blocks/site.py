@@ -17,6 +17,7 @@ from dayzero.arch.rope import Rope
 from dayzero.ops.bind import bind, prepack_of
 from dayzero.ops.bindings import chosen
 from dayzero.ops.catalog import CATALOG, Catalog
+from dayzero.ops.latent_write import Turn
 
 Bind = Callable[[str, str], Callable[..., Any]]  # (contract, site) -> function
 Prepack = Callable[[str, str], Callable[[Tensor], Any] | None]  # (contract, site) -> what lays its weight out, if any
@@ -141,19 +142,32 @@ class Site:
         """(x [T, H, D], positions [T] or [3, T]) -> x turned; the identity without a spec."""
         if spec is None:
             return lambda x, positions: x
-        op, known = self.op("rope.apply", "rope"), spec
-        freq_F = torch.tensor(known.inv_freq(), dtype=torch.float64).float()
-        placed = {freq_F.device: freq_F}  # copied once: a step that is captured may copy nothing from the host
+        op, turn_of = self.op("rope.apply", "rope"), turns(spec)
 
-        def turn(x_THD: Tensor, positions: Tensor) -> Tensor:
-            if x_THD.device not in placed:
-                placed[x_THD.device] = freq_F.to(x_THD.device)
+        def turned(x_THD: Tensor, positions: Tensor) -> Tensor:
+            turn = turn_of(positions)
+            assert turn is not None
             return op(
-                x_THD, positions, placed[x_THD.device], style=known.style, part=known.place,
-                factor=known.magnitude(), sections=known.sections,
+                x_THD, positions, turn.inv_freq_F, style=turn.style, part=turn.part, factor=turn.factor,
+                sections=turn.sections,
             )  # fmt: skip
 
-        return turn
+        return turned
+
+
+def turns(rope: Rope | None) -> Callable[[Tensor], Turn | None]:
+    """positions -> the turn that ``rope`` makes of them; None without a rope."""
+    if rope is None:
+        return lambda positions: None
+    known, freq_F = rope, torch.tensor(rope.inv_freq(), dtype=torch.float64).float()
+    placed = {freq_F.device: freq_F}  # copied once: a step that is captured may copy nothing from the host
+
+    def turn(positions: Tensor) -> Turn:
+        if positions.device not in placed:
+            placed[positions.device] = freq_F.to(positions.device)
+        return Turn(positions, placed[positions.device], known.style, known.place, known.magnitude(), known.sections)
+
+    return turn
 
 
 _CONSTANTS = {"silu": (), "clamped": ("limit", "alpha"), "silu_clamped": ("limit",), "situ": ("beta", "linear_beta")}

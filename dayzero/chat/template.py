@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dayzero.checkpoint.source import Source
@@ -78,19 +79,16 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
         """The prompt text. messages: {"role", "content"} and what else the template reads. variables: over the usual
         ones (add_generation_prompt true, tools and documents none). UsageError when the template refuses."""
-        from jinja2 import TemplateError
-
         usual = {"add_generation_prompt": True, "tools": None, "documents": None}
-        try:
-            with self._lock:
-                sandbox, compiled = self._compiled or self._compile()
-                sandbox.start()
-                return compiled.render(**{**usual, **(variables or {}), "messages": list(messages)})
-        except UsageError:
-            raise
-        except (TemplateError, *TEMPLATE_ERRORS) as error:
-            said = f"{type(error).__name__}: {str(error)[:200]}".rstrip(": ")
-            raise UsageError(f"the chat template does not render: {said}") from error
+        with self._lock, _told("render"):
+            sandbox, compiled = self._compiled or self._compile()
+            sandbox.start()
+            return compiled.render(**{**usual, **(variables or {}), "messages": list(messages)})
+
+    def check(self) -> None:
+        """Compile it, which finds what is no template. UsageError says why."""
+        with self._lock, _told("compile"):
+            self._compile()
 
     def _compile(self) -> tuple[BoundedSandbox, Template]:
         from dayzero.chat.sandbox import BoundedSandbox
@@ -101,6 +99,20 @@ class ChatTemplate:
         sandbox.filters["tojson"] = _to_json
         self._compiled = sandbox, sandbox.template(self.text)
         return self._compiled
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """What a template runs into, as one sentence."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except UsageError:
+        raise
+    except (TemplateError, *TEMPLATE_ERRORS) as error:
+        said = f"{type(error).__name__}: {str(error)[:200]}".rstrip(": ")
+        raise UsageError(f"the chat template does not {what}: {said}") from error
 
 
 def _refuse(message: str) -> None:

@@ -15,6 +15,8 @@ from dayzero.errors import UsageError
 
 LAYERS = "num_hidden_layers"
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")  # experts that a token chooses
+GROUPS, TOP_GROUPS = ("n_group", "num_expert_group"), "topk_group"  # of experts, and how many of them it chooses from
 BY_LAYER = ("layer", "types", "pattern", "freq", "ratios")  # a key of a list by layer holds one of these words
 NUMBERS = "layers"  # and one of a list of their numbers this one
 APART = ("vision_config", "quantization_config")  # have layers, and lists, of their own
@@ -46,7 +48,8 @@ def cut_config(
 ) -> dict[str, Any]:
     """A copy of ``config`` with its first ``layers`` layers, so many routed experts, and ``changes`` by key, which come
     last. None leaves what there is. name: of the source, for messages. UsageError where the config has no such number
-    or key, for more than it has, and where it cannot be told what a list of layer numbers counts from."""
+    or key, for more than it has or fewer experts than a token chooses, and where it cannot be told what a list of layer
+    numbers counts from."""
     out: dict[str, Any] = copy.deepcopy(dict(config))
     if layers is not None:
         _cut_layers(out, layers, changes, name)
@@ -55,6 +58,8 @@ def cut_config(
     for key, value in changes.items():
         if not put(out, key, value, create=False):
             raise UsageError(f"{name}: its config.json has no key {key}; give layers, experts, seed or a key it has.")
+    if experts is not None:
+        _check_choice(_text_of(out), experts, name)
     return out
 
 
@@ -121,3 +126,26 @@ def _cut_experts(config: dict[str, Any], experts: int, name: str) -> None:
         if not 1 <= experts <= text[key]:
             raise UsageError(f"{name}: experts={experts}, but the model has {text[key]}; give 1 to {text[key]}.")
         text[key] = experts
+
+
+def _check_choice(text: dict[str, Any], experts: int, name: str) -> None:
+    """UsageError where a token cannot choose as many of the experts as it has to, in the groups that the config has."""
+    chosen, groups = (next((k for k in keys if type(text.get(k)) is int), None) for keys in (TOP_K, GROUPS))
+    if chosen is not None and experts < text[chosen]:
+        raise UsageError(
+            f"{name}: experts={experts}, but a token chooses {text[chosen]} of them ({chosen}); give at least so many."
+        )
+    num = text[groups] if groups is not None else 1
+    if num < 2:  # no groups, or a number that the recipe refuses
+        return
+    if experts % num or experts // num < 2:
+        raise UsageError(
+            f"{name}: experts={experts}, but they come in {num} groups ({groups}) that are judged by their best two; "
+            f"give a multiple of {num} from {2 * num} on, or {groups} too."
+        )
+    within = experts // num * text[TOP_GROUPS] if type(text.get(TOP_GROUPS)) is int else experts
+    if chosen is not None and within < text[chosen]:
+        raise UsageError(
+            f"{name}: experts={experts}, but a token chooses {text[chosen]} ({chosen}) out of {text[TOP_GROUPS]} "
+            f"groups ({TOP_GROUPS}), which then hold {within}; give more experts."
+        )

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from dayzero.checkpoint.files import write_whole
 from dayzero.checkpoint.ranges import in_order
 from dayzero.checkpoint.source import CONFIG, PICKLE_SUFFIXES, Source, open_source
 from dayzero.console import Bar
@@ -152,9 +153,7 @@ class _State:
 
     def save(self) -> None:
         text = json.dumps({"source": self._source, "done": self.done, "begun": self.begun}, indent=1)
-        beside = self._path.with_suffix(".new")
-        beside.write_text(text, "utf-8")
-        os.replace(beside, self._path)
+        write_whole(self._path, text.encode())
 
 
 @contextmanager

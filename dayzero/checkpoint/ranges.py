@@ -35,6 +35,18 @@ def merge_ranges(ranges: Sequence[tuple[int, int]], gap_bytes: int) -> list[tupl
     return spans
 
 
+def merge_extents(extents: Sequence[tuple[str, int, int]], gap_bytes: int) -> list[tuple[str, int, int, list[int]]]:
+    """(file, start, end, places in ``extents``) of the reads that cover all (file, start, length), file by file."""
+    by_file: dict[str, list[int]] = {}
+    for place, (file, *_) in enumerate(extents):
+        by_file.setdefault(file, []).append(place)
+    return [
+        (file, start, end, [places[member] for member in members])
+        for file, places in by_file.items()
+        for start, end, members in merge_ranges([extents[place][1:] for place in places], gap_bytes)
+    ]
+
+
 def in_order(calls: Iterable[Callable[[], T]], width: int) -> Iterator[T]:
     """Results of the calls in their order, with at most ``width`` of them running ahead of the reader."""
     if width <= 1:

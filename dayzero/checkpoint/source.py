@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any, TypeVar
 
-from dayzero.checkpoint.ranges import in_order, merge_ranges
+from dayzero.checkpoint.ranges import in_order, merge_extents, merge_ranges
 from dayzero.errors import CheckpointError, UsageError
 from dayzero.units import MIB
 
@@ -353,14 +353,8 @@ def _list_folder(root: Path, depth: int, not_files: dict[str, str], prefix: str 
 def read_together(source: Source, extents: Sequence[tuple[str, int, int]]) -> list[memoryview]:
     """Bytes of each (file, start, length), in the order asked; those that touch in a file come with one read of
     exactly their bytes, so that what is kept of it is what was asked for. Errors: as ``Source.read``."""
-    by_file: dict[str, list[int]] = {}
-    for place, (file, *_) in enumerate(extents):
-        by_file.setdefault(file, []).append(place)
     results = [memoryview(b"")] * len(extents)
-    reads: list[tuple[str, int, int, list[int]]] = []
-    for file, places in by_file.items():
-        for start, end, members in merge_ranges([extents[place][1:] for place in places], 0):
-            reads.append((file, start, end, [places[m] for m in members]))
+    reads = merge_extents(extents, 0)
     calls = [partial(source.read, file, start, end - start) for file, start, end, _ in reads]
     for (_, first, _, places), data in zip(reads, in_order(calls, source.parallel_reads), strict=True):
         for place in places:

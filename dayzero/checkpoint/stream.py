@@ -10,6 +10,7 @@ Experts in MXFP4 can stay in 4 bits.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -48,7 +49,7 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
-
+Extent = tuple[str, int, int, torch.dtype, tuple[int, ...]]  # see ``Loader._extent``
 HOST = torch.device("cpu")
 
 
@@ -86,9 +87,14 @@ class Loader:
             self._aliases.setdefault(param, []).append(tensor)
 
     def place(self, device: str) -> None:
-        """From now on ``load`` makes parameters on this device. ``expert`` reads to the host as before."""
+        """From now on ``load`` and ``expert`` make parameters on this device."""
         self.device = torch.device(device)
         self._staging = None if self.device.type == "cpu" else Staging(self.device)
+
+    def rest(self) -> None:
+        """Let go of host memory that only loading needs; what is loaded later takes it again."""
+        if self._staging is not None:
+            self._staging.free()
 
     @property
     def findings(self) -> list[Finding]:
@@ -168,24 +174,31 @@ class Loader:
         """
         needs = self._expert_needs(names, number)
         extents = [self._extent(n, need.part) for need in needs for role, n in _decoding(need.stored)]
-        ranges = [(file, first, size) for file, first, size, *_ in extents]
-        data = iter(read_together(self.source, ranges))
-        views = (tensor_of(part, dtype, shape) for part, (*_, dtype, shape) in zip(data, extents, strict=True))
         names_of = {slice_decl(self._decls[name], number).name: name for name in names}
         building: dict[str, Building] = {}
         out: dict[str, Tensor | Mxfp4] = {}
-        for need in needs:
-            parts = {role: next(views) for role, _ in _decoding(need.stored)}
-            kept = tuple(t for t in need.targets if names_of[t.decl.name] in packed)
-            if kept:
-                value = keep_packed(need.stored.format, parts, need.group.shape, need.stored.name)
-                out |= {names_of[t.decl.name]: cut(value, t.of_tensor) for t in kept}
-            rest = replace(need, targets=tuple(t for t in need.targets if t not in kept))
-            for target in rest.targets:
-                building.setdefault(target.decl.name, self._allocate(target.decl, device=HOST))
-            if rest.targets:
-                self._write(rest, parts, building)
+        with nullcontext() if self._staging is None else self._staging.queued():
+            views = iter(self._together(extents))
+            for need in needs:
+                parts = {role: next(views) for role, _ in _decoding(need.stored)}
+                kept = tuple(t for t in need.targets if names_of[t.decl.name] in packed)
+                if kept:
+                    value = keep_packed(need.stored.format, parts, need.group.shape, need.stored.name)
+                    out |= {names_of[t.decl.name]: cut(value, t.of_tensor) for t in kept}
+                rest = replace(need, targets=tuple(t for t in need.targets if t not in kept))
+                for target in rest.targets:
+                    building.setdefault(target.decl.name, self._allocate(target.decl))
+                if rest.targets:
+                    self._write(rest, parts, building)
         return out | {names_of[name]: self._whole(one).tensor for name, one in building.items()}
+
+    def _together(self, extents: Sequence[Extent]) -> list[Tensor]:
+        ranges = [(file, first, size) for file, first, size, *_ in extents]
+        if self._staging is not None:
+            brought = self._staging.bring_together(self.source, ranges)
+            return [part.view(dtype).view(shape) for part, (*_, dtype, shape) in zip(brought, extents, strict=True)]
+        data = read_together(self.source, ranges)
+        return [tensor_of(part, dtype, shape) for part, (*_, dtype, shape) in zip(data, extents, strict=True)]
 
     def expert_bytes(self, name: str, packed: bool) -> int:
         """Bytes of one expert of a stack, once it is read."""
@@ -272,12 +285,11 @@ class Loader:
     def _dtype_of(self, decl: ParamDecl) -> torch.dtype:
         return torch.float32 if decl.keep == "f32" else self.dtype
 
-    def _allocate(self, decl: ParamDecl, packed: bool = False, device: torch.device | None = None) -> Building:
-        device = device or self.device
+    def _allocate(self, decl: ParamDecl, packed: bool = False) -> Building:
         if not packed:
-            return Building(decl, torch.empty(decl.shape, dtype=self._dtype_of(decl), device=device))
+            return Building(decl, torch.empty(decl.shape, dtype=self._dtype_of(decl), device=self.device))
         codes, scales = ((*decl.shape[:-1], decl.shape[-1] // n) for n in (2, 32))
-        return Building(decl, Mxfp4(*(torch.empty(s, dtype=torch.uint8, device=device) for s in (codes, scales))))
+        return Building(decl, Mxfp4(*(torch.empty(s, dtype=torch.uint8, device=self.device) for s in (codes, scales))))
 
     def _needs(self, building: Mapping[str, Building]) -> list[Need]:
         positions = sorted({p for name in building for p in self._groups.get(name, ())})
@@ -311,7 +323,7 @@ class Loader:
             return self._staging.bring(self.source, file, first, size).view(dtype).reshape(shape)
         return tensor_of(self.source.read(file, first, size), dtype, shape)
 
-    def _extent(self, name: str, part: int | range | None) -> tuple[str, int, int, torch.dtype, tuple[int, ...]]:
+    def _extent(self, name: str, part: int | range | None) -> Extent:
         """(file, first byte, bytes, element type, shape) of a stored tensor, or of its slice or rows ``part``."""
         entry = self.index.entries[name]
         if entry.dtype not in DTYPES:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dayzero.checkpoint.files import write_whole
 from dayzero.checkpoint.ranges import in_order
 from dayzero.checkpoint.source import SHA256_HEX, Source
 from dayzero.errors import CheckpointError, UsageError
@@ -211,11 +211,8 @@ def _save_state(path: Path | None, name: str, files: Mapping[str, Mapping[str, A
     if path is None:
         return
     content = {"version": STATE_VERSION, "source": name, "files": files}
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(content, indent=1), "utf-8")
-        os.replace(beside, path)
+        write_whole(path, json.dumps(content, indent=1).encode())
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise UsageError(f"the state file {path} cannot be written: {error.strerror or error}.") from error

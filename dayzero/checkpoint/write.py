@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dayzero.checkpoint.files import write_whole
 from dayzero.checkpoint.formats import DTYPE_BITS
 
 
@@ -90,6 +91,4 @@ def write_index(folder: Path, shards: Sequence[tuple[str, Sequence[ShardTensor]]
     weight_map = {t.name: file for file, tensors in shards for t in tensors}
     total = sum(t.num_bytes for _, tensors in shards for t in tensors)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=0)
-    partial = folder / (name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, folder / name)
+    write_whole(folder / name, text.encode())

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dayzero.acceptance.accept.stage import Subject
 
 # Options of servers that an acceptance decides itself: they listen on a free loopback port, with a key of the run's.
-DECIDED = ("--host", "--port", "--api-key", "--json", "--recipe", "--served-model-name")
+DECIDED = ("--host", "--port", "--api-key", "--api-key-fd", "--json", "--recipe", "--served-model-name")
 
 
 @dataclass(frozen=True, slots=True)

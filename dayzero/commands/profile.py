@@ -14,9 +14,9 @@ from dayzero.console import Console
 from dayzero.errors import UsageError
 
 if TYPE_CHECKING:
-    from dayzero.acceptance.profile.report import ProfileReport
+    from dayzero.acceptance.profile.report import ProfileReport, Reporter
     from dayzero.engine.launch import LaunchSpec
-    from dayzero.engine.profiling.measure import Phase
+    from dayzero.engine.profiling.measure import Bench, Phase
 
 MOST = 1 << 20  # requests or tokens
 
@@ -108,8 +108,23 @@ def _check_plot(path: Path | None) -> None:
 
 def report_of(launch: LaunchSpec, phases: list[Phase], console: Console) -> ProfileReport:
     """Measure the ceilings of this machine, load the model, measure every phase."""
-    from dayzero.acceptance.profile.report import ProfileReport, Reporter, findings_of
+    from dayzero.acceptance.profile.report import findings_of
     from dayzero.checkpoint.seeded_source import SEEDED
+
+    bench, reporter, report = opened(launch, console)
+    with console.progress("measuring", len(phases), "phases") as bar:
+        for phase in phases:
+            measured = bench.measure(phase, lambda what, name=phase.name: bar.note(f"{name}: {what}"))  # type: ignore[misc]
+            report.phases.append(reporter.phase(measured))
+            bar.advance()
+    report.findings = findings_of(report, made=launch.source.startswith(SEEDED))
+    return report
+
+
+def opened(launch: LaunchSpec, console: Console) -> tuple[Bench, Reporter, ProfileReport]:
+    """Ceilings of this machine and the loaded model: what measures its phases, what reports them, a report without any
+    yet."""
+    from dayzero.acceptance.profile.report import ProfileReport, Reporter
     from dayzero.engine.profiling import ceilings
     from dayzero.engine.profiling.measure import Bench
     from dayzero.ops.bind import load_entry_points
@@ -122,11 +137,4 @@ def report_of(launch: LaunchSpec, phases: list[Phase], console: Console) -> Prof
     reporter = Reporter(
         bench.runner.stack.spec, bench.hardware, info.dtype, info.facts["bindings"], found, load_entry_points()[0]
     )
-    report = ProfileReport(launch.source, info.family, bench.hardware, info.dtype, found, info.table, [])
-    with console.progress("measuring", len(phases), "phases") as bar:
-        for phase in phases:
-            measured = bench.measure(phase, lambda what, name=phase.name: bar.note(f"{name}: {what}"))  # type: ignore[misc]
-            report.phases.append(reporter.phase(measured))
-            bar.advance()
-    report.findings = findings_of(report, made=launch.source.startswith(SEEDED))
-    return report
+    return bench, reporter, ProfileReport(launch.source, info.family, bench.hardware, info.dtype, found, info.table, [])

@@ -12,6 +12,7 @@ import typer
 
 from dayzero.commands.engine_options import EngineArguments, chat_of, launch_of, size_of
 from dayzero.console import Bar, Console
+from dayzero.errors import UsageError
 
 if TYPE_CHECKING:
     from dayzero.chat.service import ChatService
@@ -32,6 +33,15 @@ class ServeArguments(EngineArguments):
     api_key: Annotated[
         list[str] | None,
         typer.Option("--api-key", metavar="KEY", help=f"Needed of clients; may be repeated. Else ${API_KEY}."),
+    ] = None
+    api_key_fd: Annotated[
+        int | None,
+        typer.Option(
+            "--api-key-fd",
+            min=3,
+            metavar="N",
+            help="Read keys from this open file descriptor, one a line.",
+        ),
     ] = None
     max_body: Annotated[str, typer.Option("--max-body", metavar="SIZE", help="Longest request body.")] = "32MiB"
     max_images: Annotated[int, typer.Option(min=0, help="Images in one request.")] = 16
@@ -81,7 +91,7 @@ def config_of(arguments: ServeArguments) -> ServerConfig:
     """What the HTTP side is told. UsageError for a value that cannot be."""
     from dayzero.server.config import ServerConfig
 
-    keys = list(arguments.api_key or ())
+    keys = [*(arguments.api_key or ()), *_keys_from(arguments.api_key_fd)]
     if not keys and os.environ.get(API_KEY):
         keys = [os.environ[API_KEY]]
     names = arguments.served_model_name or [_name_of(arguments.source)]
@@ -96,6 +106,20 @@ def config_of(arguments: ServeArguments) -> ServerConfig:
         max_image_pixels=arguments.max_image_pixels,
         image_hosts=_hosts(arguments),
     )
+
+
+def _keys_from(number: int | None) -> list[str]:
+    """Keys that a parent passes on without a command line that others may read. UsageError when nothing can be read."""
+    if number is None:
+        return []
+    try:
+        with os.fdopen(number, "r", encoding="utf-8") as file:
+            keys = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-fd {number}: no keys can be read from it: {error}; pass it on open.") from error
+    if not keys:
+        raise UsageError(f"--api-key-fd {number}: there is no key in it; write one a line.")
+    return keys
 
 
 def _hosts(arguments: ServeArguments) -> tuple[str, ...]:

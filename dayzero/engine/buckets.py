@@ -37,11 +37,13 @@ TOWERS = ("vision.", "projector.")  # sites that no step runs: images are encode
 @dataclass(frozen=True, slots=True)
 class RecordingPlan:
     """How steps are recorded: ``captured`` as CUDA graphs, ``again``: called again, empty: not at all. why: reasons for
-    which they are not captured. hidden: whether operators can do without being told where rows stand."""
+    which they are not captured. hidden: whether operators can do without being told where rows stand. in_pieces: cut
+    around experts that are read when they are chosen."""
 
     how: Literal["captured", "again", ""]
     why: tuple[str, ...] = ()
     hidden: bool = False
+    in_pieces: bool = False
 
 
 def plan_recording(config: EngineConfig, target: str, host: Iterable[str]) -> RecordingPlan:

@@ -17,9 +17,10 @@ from torch import Tensor
 from dayzero.arch.channels import MoE
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.site import Bind
+from dayzero.ops.contract import CONTRACTS
 
 FLOOR = 0.8  # of the entropy that an even choice by as many tokens has
-ROUTE = "moe.route"
+ROUTES = {"moe.route": "route", "moe.matmul_route": "choose"}  # contracts that choose, and their words in a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Choices:
     def __init__(self, spec: ModelSpec) -> None:
         self.listening = False
         self._routers = {
-            f"layers.{i}.channel.route": layer.channel.router
+            f"layers.{i}.channel": layer.channel.router
             for i, layer in enumerate(spec.layers)
             if isinstance(layer.channel, MoE)
         }
@@ -77,13 +78,15 @@ class Choices:
 
         def bound(contract: str, site: str) -> Callable[..., Any]:
             function = bind(contract, site)
-            if contract != ROUTE:
-                return function
+            declared = CONTRACTS.get(contract)
+            if contract not in ROUTES or (declared is not None and declared.composed and function is declared.body):
+                return function  # where it stands for others in turn, those are listened to
+            layer = site.removesuffix(f".{ROUTES[contract]}")
 
             def route(*args: Any, **kwargs: Any) -> Any:
                 chosen = function(*args, **kwargs)
                 if self.listening:
-                    self._seen.setdefault(site, []).append(chosen[0])
+                    self._seen.setdefault(layer, []).append(chosen[0])
                 return chosen
 
             return route
@@ -93,10 +96,10 @@ class Choices:
     def take(self) -> Evenness | None:
         """What was heard since the last time; None: nothing."""
         seen, self._seen = self._seen, {}
-        heard = {site: [ids.cpu().numpy() for ids in steps] for site, steps in seen.items()}
+        heard = {layer: [ids.cpu().numpy() for ids in steps] for layer, steps in seen.items()}
         ratios, entropies, evens, most = [], [], [], 0
-        for site, steps in heard.items():
-            router = self._routers[site]
+        for layer, steps in heard.items():
+            router = self._routers[layer]
             found = [entropy(ids) for ids in steps]
             even = [even_entropy(len(ids), router.top_k, router.experts) for ids in steps]
             entropies += found

@@ -3,54 +3,94 @@ which they are converted. Decided once, when the model is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dayzero.arch.channels import MoE
 from dayzero.blocks.moe import MATRICES, expert_sites
 from dayzero.blocks.open import LoadedModel
-from dayzero.blocks.site import Bind, binder
+from dayzero.blocks.site import Bind, Prepack, binder
 from dayzero.checkpoint.stream import Loader
 from dayzero.decl import MXFP4_PACK, Mxfp4
 from dayzero.engine.residency import LEAST_EXPERTS, Expert, FetchedStack, Residency
 from dayzero.errors import UsageError
 from dayzero.ops import experts_fp8
+from dayzero.ops.bind import prepack_of
 from dayzero.ops.bindings import chosen
 from dayzero.ops.catalog import Catalog, Line
 from dayzero.ops.experts_fp8 import Ring
 from dayzero.ops.experts_mxfp4 import groups_outside
 from dayzero.ops.experts_sizes import e4m3_expert_bytes
+from dayzero.ops.moe import summed_by_expert
 from dayzero.parallel.mesh import Mesh
 from dayzero.planner.experts import rank_ring_bytes
 from dayzero.units import bytes_text, counted
 
 MOST_THREADS = 8  # that read experts
 
+Operator = Callable[..., Any]
+LayOut = Callable[[Any], Any]
+
 
 class StoredTier:
-    """A layer's experts in the checkpoint's files, from where one is read as a whole. See ``residency.Tier``.
+    """A layer's experts in the checkpoint's files, from where one is read as a whole, to the device that the loader
+    makes parameters on. See ``residency.Tier``.
 
+    lay_out: gives a stack of one expert as its operator takes it; None: matrices are kept as they are read.
     stored_bytes: of all of them in the files.
     """
 
-    def __init__(self, loader: Loader, site: str, num_experts: int, packed: frozenset[str]) -> None:
+    def __init__(
+        self, loader: Loader, site: str, num_experts: int, packed: frozenset[str], lay_out: LayOut | None = None
+    ) -> None:
         self.num_experts = num_experts
         self.names = [f"{site}.{matrix}" for matrix in MATRICES]
-        self._loader, self._packed = loader, packed
-        self.expert_bytes = sum(loader.expert_bytes(name, name in packed) for name in self.names)
+        self._loader, self._packed, self._lay_out = loader, packed, lay_out
         self.stored_bytes = loader.stored_bytes(self.names)
+        if lay_out is None:
+            self.expert_bytes = sum(loader.expert_bytes(name, name in packed) for name in self.names)
+        else:  # only its operator knows what a layout takes
+            self.expert_bytes = sum(value.nbytes for value in self.fetch(0).values())
 
     def fetch(self, expert: int) -> Expert:
         values = self._loader.expert(self.names, expert, self._packed)
-        return {name.rpartition(".")[2]: value for name, value in values.items()}
+        kept = {name.rpartition(".")[2]: value for name, value in values.items()}
+        return kept if self._lay_out is None else {name: self._lay_out(_of_one(value)) for name, value in kept.items()}
+
+
+def _of_one(matrix: Tensor | Mxfp4) -> Tensor | Mxfp4:
+    """A stack of this matrix alone."""
+    return Mxfp4(matrix.codes[None], matrix.scales[None]) if isinstance(matrix, Mxfp4) else matrix[None]
+
+
+def one_by_one(operator: Operator) -> Operator:
+    """An operator over whole stacks as one over experts that are fetched when they are asked for, each as a stack of
+    one. Sums run in ascending order of experts, in f32."""
+
+    def experts(
+        x_TD: Tensor, ids_TN: Tensor, weights_TN: Tensor, gate: Any, up: Any, down: Any, activation: Mapping[str, Any],
+        biases: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        def one(x_RD: Tensor, expert: int) -> Tensor:
+            own = None if biases is None else tuple(bias[expert : expert + 1] for bias in biases)
+            first_R1 = ids_TN.new_zeros(x_RD.shape[0], 1)
+            matrices = gate[expert], up[expert], down[expert]
+            out: Tensor = operator(x_RD, first_R1, torch.ones_like(first_R1).float(), *matrices, activation, biases=own)
+            return out
+
+        return summed_by_expert(x_TD, ids_TN, weights_TN, one)
+
+    return experts
 
 
 @dataclass(slots=True)
 class KeptExperts:
     """bind: the operators, those that convert experts with the rank's ring. packed: parameters that stay in 4 bits.
+    apart: sites whose operator takes whole stacks, though experts are fetched: it is called for one after another.
 
     residency: None where all experts are held. reach: of what was loaded so far for the ring, [groups, groups outside,
     matrices with one].
@@ -65,6 +105,11 @@ class KeptExperts:
     ring: Ring | None = None
     reach: list[int] = field(default_factory=lambda: [0, 0, 0])
     held_bytes: int = 0
+    apart: frozenset[str] = frozenset()
+
+    def prepack(self, inner: Prepack) -> Prepack:
+        """``inner``, but for experts that are laid out when they are fetched."""
+        return lambda contract, site: None if site in self.apart else inner(contract, site)
 
     def load(self, prefix: str) -> dict[str, Tensor]:
         """``Loader.load``, with experts as they are kept in place of tensors."""
@@ -148,9 +193,16 @@ def keep_experts(
     kept = KeptExperts(loader, bind if ring is None else _with_ring(bind, ring), sites, packed, ring=ring)
     if expert_bytes is not None:
         _refuse(model, lines, single)
-        for site, moe in sites.items():
-            tier = StoredTier(loader, site, moe.router.experts, packed)
-            kept.tiers = {**kept.tiers, int(site.split(".")[1]): tier}
+        # Operators that are made for a device take whole stacks; the others ask for an expert by its number.
+        kept.apart = frozenset(site for site, line in lines.items() if line.target not in ("any", "cpu"))
+        kept.bind = _apart(kept.bind, kept.apart)
+        kept.tiers = {
+            int(site.split(".")[1]): StoredTier(
+                loader, site, moe.router.experts, packed,
+                prepack_of(lines[site]) or _as_it_is if site in kept.apart else None,
+            )
+            for site, moe in sites.items()
+        }  # fmt: skip
         kept.residency = _residency(kept.tiers, expert_bytes, model.source.parallel_reads)
     return kept
 
@@ -174,6 +226,15 @@ def _with_ring(bind: Bind, ring: Ring) -> Bind:
         return ring.experts if found is experts_fp8.ring else found
 
     return bound
+
+
+def _apart(bind: Bind, sites: frozenset[str]) -> Bind:
+    """``bind`` with operators of these sites called for one expert after another."""
+    return lambda contract, site: one_by_one(bind(contract, site)) if site in sites else bind(contract, site)
+
+
+def _as_it_is(stack: Any) -> Any:
+    return stack
 
 
 def _refuse(model: LoadedModel, lines: Mapping[str, Line], single: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from dayzero.engine.graphs import Mark, pinned
 from dayzero.engine.packed import Packed, Part
 from dayzero.engine.slots import fill, group_parts, spans_of, where_of
 from dayzero.engine.step import Step
+from dayzero.errors import MachineError
 from dayzero.view import OnHost, Span, StepView
 
 NO_STATE = -1  # the block of a row without a state
@@ -30,7 +32,7 @@ UNREAD = 1 << 30  # debug: the number of a block that is not to be read
 
 class HiddenSpan:
     """A span of which only the place in the step is known: what is recorded may not ask where its row stands in its
-    sequence, as that is another place at each replay."""
+    sequence, as that is another place at each replay. MachineError where it does."""
 
     __slots__ = ("count", "first", "row")
 
@@ -43,9 +45,13 @@ class HiddenSpan:
 
     @property
     def start(self) -> int:
-        raise AssertionError(f"row {self.row}: an operator of a recorded step asks the host where the row stands")
+        raise MachineError(
+            "An operator asks the host where a row stands in its sequence while a step is recorded, and would find "
+            "another place at each replay: start with --graphs off, or bind another variant of it."
+        )
 
 
+@cache
 def hidden_spans(rows: int) -> tuple[Span, ...]:
     return tuple(cast(Span, HiddenSpan(row)) for row in range(rows))
 
@@ -83,14 +89,15 @@ class Inputs:
     """newest: as in ``Slots``, one place longer. most_rows: of the largest recorded step. widths: as in
     ``buckets.table_widths``. axes: 3 where positions are those of a grid, else 1. debug: poison what is not to be read.
 
-    pad_id: the token of rows that pad a step.
+    tells_padding: the view says which rows pad the step. pad_id: the token of these.
     """
 
     def __init__(
         self, views: PoolViews, newest: Tensor, most_rows: int, widths: Mapping[str, int], *, axes: int = 1,
-        debug: bool = False,
+        debug: bool = False, tells_padding: bool = False,
     ) -> None:  # fmt: skip
         self.views, self.newest, self.widths, self.debug = views, newest, dict(widths), debug
+        self.tells_padding, self._no_slot = tells_padding, newest.shape[0] - 1
         self.pad_id = 0
         positions = (3, most_rows) if axes == 3 else (most_rows,)
         parts = group_parts(views, most_rows, most_rows, widths)
@@ -108,9 +115,9 @@ class Inputs:
         self._query_start = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
         self._where = where_of(views, self.tensors)
 
-    def put(self, step: Step | None, bucket: int, positions: np.ndarray | None = None) -> tuple[Span, ...]:
-        """Copy the numbers of ``step`` (None: of padding rows alone) to their addresses; the spans of all rows.
-        positions [3, rows]: where the rows' are not those of their sequences."""
+    def put(self, step: Step | None, bucket: int, positions: np.ndarray | None = None) -> None:
+        """Copy the numbers of ``step`` (None: of padding rows alone) to their addresses. positions [3, rows]: where the
+        rows' are not those of their sequences."""
         self._turn = (self._turn + 1) % BUFFERS
         used, arrays = self._used[self._turn], self._arrays[self._turn]
         if used is not None:
@@ -118,24 +125,28 @@ class Inputs:
         if self.debug:
             for name in self.views.groups:
                 arrays[f"{name}.table"][...] = UNREAD
-        spans = () if step is None else spans_of(step.rows)
-        num = len(spans)
+        num = 0
         if step is not None:
-            fill(self.views, arrays, step, spans)
+            num = len(step.rows)
+            fill(self.views, arrays, step)
             arrays["ids"][:num] = [LATE if row.late else row.tokens[0] for row in step.rows]
             arrays["slots"][:num] = [row.slot for row in step.rows]
             if positions is not None:
                 arrays["positions"][:, :num] = positions
-        spans += self._pad(arrays, num, bucket)
+        self._pad(arrays, num, bucket)
         last = self._packed.offsets[self._last.name] + bucket * self._last.num_bytes // self._last.shape[0]
         self._placed[:last].copy_(self._hosts[self._turn][:last], non_blocking=True)
         self._used[self._turn] = Mark(self.newest.device.type)
-        return spans
 
-    def _pad(self, arrays: Mapping[str, np.ndarray], num: int, bucket: int) -> tuple[Span, ...]:
+    def spans(self, step: Step | None, bucket: int) -> tuple[Span, ...]:
+        """Of all rows, for work that is told where they stand."""
+        own = () if step is None else spans_of(step.rows)
+        return own + tuple(Span(row, row, 1, row - len(own)) for row in range(len(own), bucket))
+
+    def _pad(self, arrays: Mapping[str, np.ndarray], num: int, bucket: int) -> None:
         places = np.arange(bucket - num)
         arrays["ids"][num:bucket] = self.pad_id
-        arrays["slots"][num:bucket] = self.newest.shape[0] - 1
+        arrays["slots"][num:bucket] = self._no_slot
         arrays["positions"][..., num:bucket] = places
         arrays["start"][num:bucket] = places
         for name, group in self.views.groups.items():
@@ -148,7 +159,6 @@ class Inputs:
             arrays[f"{name}.table"][num:bucket, :pages] = blocks[:pages]
             arrays[f"{name}.blocks"][num:bucket] = blocks[places // group.page_tokens]
             arrays[f"{name}.offsets"][num:bucket] = places % group.page_tokens
-        return tuple(Span(num + place, num + place, 1, place) for place in range(bucket - num))
 
     def view(self, bucket: int, spans: Sequence[Span], on_host: OnHost) -> StepView:
         """What blocks see of the first ``bucket`` rows. Asked for while a step is recorded: late tokens are read by
@@ -160,5 +170,5 @@ class Inputs:
             query_start=self._query_start[: bucket + 1], start=self.tensors["start"][:bucket],
             stores=self.views.stores,
             where={name: where.first_rows(bucket) for name, where in self._where.items()},
-            scratch={}, on_host=on_host,
+            scratch={}, on_host=on_host, real=slots_B < self._no_slot if self.tells_padding else None,
         )  # fmt: skip

@@ -8,10 +8,13 @@ host (``StepView.on_host``). Mostly it is one piece.
 from __future__ import annotations
 
 import gc
+import json
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -235,14 +238,20 @@ def hold_back(device: str, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * 2e9))  # cycles, at about 2 GHz
 
 
-def count_launches(device: str, work: Callable[[], object]) -> int | None:
-    """Kernels and copies that ``work`` has the device do. None where there is no device to count them; it is run then,
-    too."""
+def traced(device: str, work: Callable[[], object]) -> list[Mapping[str, Any]]:
+    """What the host asked for and what the device did while ``work`` ran: events of a Chrome trace, times in
+    microseconds, as torch's profiler writes them (the device's are CUPTI's). Empty where there is no device; it is run
+    then, too."""
     if device != "cuda":
         work()
-        return None
+        return []
+    both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    with torch.profiler.profile(activities=both, acc_events=True) as seen:
         work()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.profiler.DeviceType.CUDA for event in seen.events() or ())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        events: list[Mapping[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -14,6 +13,7 @@ from dayzero.engine.build import Build, engine_loop, executor_of
 from dayzero.engine.events import Abort, Output, Progress, Stop, Submit
 from dayzero.engine.launch import LaunchSpec, LoadProgress
 from dayzero.engine.request import NewRequest
+from dayzero.engine.streams import merged
 from dayzero.errors import EngineDead
 
 
@@ -28,25 +28,28 @@ class InProcessEngine:
         executor.load()
         self.info: EngineInfo = executor.info
         self._loop = engine_loop(launch, executor)
-        self._unread: dict[str, deque[Output]] = {}
+        self._unread: dict[str, list[Output]] = {}
         self._closed = False
 
     def submit(self, requests: Sequence[NewRequest]) -> None:
         """Take requests; their outputs come from ``outputs``. EngineDead after ``close``."""
         self._check_open()
         for request in requests:
-            self._unread[request.id] = deque()
+            self._unread[request.id] = []
         self._loop.take(Submit(list(requests)))
 
-    def outputs(self, request_id: str) -> Iterator[Output]:
-        """Outputs of one request until one with ``finish``. Leaving the iterator early aborts the request."""
+    def outputs(self, request_id: str, *, together: bool = False) -> Iterator[Output]:
+        """Outputs of one request until one with ``finish``. Leaving the iterator early aborts the request. together:
+        those that came while others were read are one."""
         unread = self._unread[request_id]
         try:
             while True:
                 while not unread:
                     moved = self._turn()
                     assert moved or self._loop.busy, "an answer is waited for, but nothing is being computed"
-                output = unread.popleft()
+                some = len(unread) if together else 1
+                output = merged(unread[:some])
+                del unread[:some]
                 if output.finish is not None:
                     del self._unread[request_id]
                 yield output

@@ -99,7 +99,7 @@ class LLM:
         try:
             for index, text, request in asked:
                 answer = Answer(request.params, self.tokenizer)
-                for _ in self._deltas(request, answer):
+                for _ in self._deltas(request, answer, together=True):
                     pass
                 outputs.append(answer.whole(text, request.prompt, index))
         finally:
@@ -237,8 +237,8 @@ class LLM:
             leader = leader or name
         return found
 
-    def _deltas(self, request: NewRequest, answer: Answer) -> Iterator[Delta]:
-        for output in self._engine.outputs(request.id):
+    def _deltas(self, request: NewRequest, answer: Answer, together: bool = False) -> Iterator[Delta]:
+        for output in self._engine.outputs(request.id, together=together):
             delta = answer.push(output)
             if answer.finished:
                 self._engine.abort(request.id)  # a stop text that the engine knows nothing of

@@ -83,7 +83,7 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None, watch: 
     experts = keep_experts(model, bindings, catalog, config.expert_bytes)
     load = partial(_placed, experts.load, hardware.target)
     bind = experts.bind if watch is None else watch(model.spec, experts.bind)
-    stack = Stack(model.spec, load, bind=bind, prepack=prepacker(bindings, catalog))
+    stack = Stack(model.spec, load, bind=bind, prepack=experts.prepack(prepacker(bindings, catalog)))
     total = float(experts.bytes_to_load(model.index.total_bytes))
     for _ in stack.load_all():
         if progress is not None:
@@ -91,6 +91,7 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None, watch: 
     layout = lay_out(model.spec.cache(), dtype=ELEMENTS[dtype], page_tokens=config.page_tokens)
     cut = experts.sites if experts.residency is not None else ()
     recording = plan_recording(config, hardware.target, host_sites(model.spec, uses, bindings, catalog, cut))
+    recording = replace(recording, in_pieces=bool(cut))
     drawer = chosen(DRAW.contract, DRAW.site, bindings, catalog)
     draws = hardware.target != "cpu" and drawer.graph and (not drawer.most or model.spec.vocab <= drawer.most)
     graph_bytes = reserved_bytes(stack, layout, config, recording, hardware.target)

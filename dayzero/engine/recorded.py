@@ -53,7 +53,10 @@ class Recorded:
         tower = stack.spec.vision
         self.axes = 3 if tower is not None and tower.place == "grid" else 1
         self.sizes = buckets.sizes(config.max_running)
-        self.inputs = Inputs(views, chooser.newest, self.sizes[-1], widths, axes=self.axes, debug=config.debug)
+        self.inputs = Inputs(
+            views, chooser.newest, self.sizes[-1], widths, axes=self.axes, debug=config.debug,
+            tells_padding=plan.in_pieces,
+        )  # fmt: skip
         self.outputs = Outputs.of(self.sizes[-1], stack.spec.vocab, chooser.newest.device)
         self._stack, self._chooser, self._how, self._debug = stack, chooser, plan.how, config.debug
         self._hidden = plan.hidden
@@ -75,7 +78,8 @@ class Recorded:
         told(len(self.sizes), len(self.sizes))
 
     def _recording(self, size: int) -> Replay:
-        spans = self._seen(size, self.inputs.put(None, size))
+        self.inputs.put(None, size)
+        spans = self._spans(None, size)
 
         def work(spans: tuple[Span, ...], on_host: OnHost) -> None:
             self._work(size, spans, on_host)
@@ -96,8 +100,8 @@ class Recorded:
                 "off; if it fails then too, bind another variant of the operator it names."
             ) from error
 
-    def _seen(self, size: int, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-        return hidden_spans(size) if self._hidden else spans
+    def _spans(self, step: Step | None, size: int) -> tuple[Span, ...]:
+        return hidden_spans(size) if self._hidden else self.inputs.spans(step, size)
 
     def _work(self, size: int, spans: tuple[Span, ...], on_host: OnHost) -> None:
         """What is recorded."""
@@ -117,8 +121,8 @@ class Recorded:
     def eagerly(self) -> None:
         """Compute the largest step once, of padding alone, without recording it."""
         size = self.sizes[-1]
-        spans = self._seen(size, self.inputs.put(None, size))
-        self._work(size, spans, lambda work, like: torch.zeros_like(like))
+        self.inputs.put(None, size)
+        self._work(size, self._spans(None, size), lambda work, like: torch.zeros_like(like))
 
     # --- replaying
 
@@ -135,7 +139,8 @@ class Recorded:
             self.inputs.views.poison_scratch()
             self.outputs.poison()
         replay = self._replays[size]
-        replay.run(self._seen(size, self.inputs.put(step, size, positions)))
+        self.inputs.put(step, size, positions)
+        replay.run(self._spans(step, size))
         out = self.outputs.first(num)
         facts = {"graph_steps": 1.0, "graph_replays": float(replay.num_pieces), "padded_rows": float(size - num)}
         return Ran(out.logits, Best(out.best, out.bad), out.lost, facts)

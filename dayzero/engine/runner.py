@@ -32,8 +32,10 @@ from dayzero.engine.packed import put
 from dayzero.engine.recorded import Recorded, sample_ops
 from dayzero.engine.slots import Slots, spans_of
 from dayzero.engine.step import RowResult, Step, StepResult
+from dayzero.engine.warm import warm_up
 from dayzero.errors import MachineError
 from dayzero.ops.records import codec_of
+from dayzero.units import counted
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class _Flight:
     computed: _Computed | None = None
     chosen: list[int] = field(default_factory=list)
     choice: Choice | None = None
+    choosing: Mark | None = None  # where the device began to choose; None where the host did
     sampled: Mark | None = None
 
 
@@ -81,8 +84,8 @@ class LocalRunner:
         self._recorded: Recorded | None = None
 
     def load(self) -> None:
-        """Read weights, allocate the pool, record steps. Errors: those of ``open_model``; MachineError when memory does
-        not do."""
+        """Read weights, allocate the pool, record steps, and on an accelerator compute some. Errors: those of
+        ``open_model``; MachineError when memory does not do."""
         if self._launch.threads is not None:
             torch.set_num_threads(self._launch.threads)
         try:
@@ -106,6 +109,22 @@ class LocalRunner:
         tower = loaded.stack.spec.vision
         self._images = Images(tower, self._encode, config.image_cache_bytes) if tower is not None else None
         self._record(loaded)
+        if self.overlaps:
+            self._warm_up()
+        loaded.model.loader.rest()
+
+    def _warm_up(self) -> None:
+        loaded = self._ready
+        began = time.perf_counter()
+        try:
+            steps = warm_up(self, self._launch.config, sparingly=loaded.experts.residency is not None)
+        except torch.OutOfMemoryError as error:
+            raise MachineError(
+                f"The device has no room for a step of {self._launch.config.max_step_tokens:,} tokens beside weights "
+                "and pool: give --pool-bytes less, or a smaller --max-step-tokens."
+            ) from error
+        row = ("warm-up", f"{counted(steps, 'step')} in {time.perf_counter() - began:.1f} s")
+        self._loaded = replace(loaded, info=msgspec.structs.replace(loaded.info, table=[*loaded.info.table, row]))
 
     def _record(self, loaded: Loaded) -> None:
         """Record steps, where the plan says so; say in the start table what came of it."""
@@ -241,8 +260,11 @@ class LocalRunner:
             assert computed.logits_SV is not None
             # Logits of a recorded step are those of all its rows.
             known = computed.rows if computed.best is None else range(len(rows))
+            choosing, by_host = self._mark(), self._chooser.host_rows
             logits_SV, best = _picked(computed.logits_SV, computed.best, known, flight.chosen)
             flight.choice = self._chooser.choose([rows[i] for i in flight.chosen], logits_SV, late, best)
+            if self.overlaps and self._chooser.host_rows == by_host:
+                flight.choosing = choosing
         flight.sampled = self._mark()
 
     @torch.inference_mode()
@@ -252,23 +274,36 @@ class LocalRunner:
         step, computed, sampled = flight.step, flight.computed, flight.sampled
         assert computed is not None and sampled is not None
         sampled.wait()
-        spans, lost_T = spans_of(step.rows), computed.lost_T.numpy()
-        results = [RowResult(row.request_id) for row in step.rows]
-        for i, found in zip(flight.chosen, flight.choice.results() if flight.choice else (), strict=True):
-            results[i] = found
-        some = bool(lost_T.any())
-        for i, row in enumerate(step.rows):
-            if some and bool(lost_T[spans[i].rows].any()):
-                results[i] = RowResult(row.request_id, bad="nan")
-            elif row.prompt_logprobs and row.request_id not in late.dropped:
-                assert computed.hidden_TD is not None
-                prompt = self._chooser.prompt_logprobs(row, computed.hidden_TD[spans[i].rows], self.stack.head)
-                results[i] = replace(results[i], prompt=prompt)
+        found = flight.choice.results() if flight.choice else []
+        if len(found) == len(step.rows):
+            results = found
+        else:
+            results = [RowResult(row.request_id) for row in step.rows]
+            for i, one in zip(flight.chosen, found, strict=True):
+                results[i] = one
+        lost_T = computed.lost_T.numpy()
+        if computed.hidden_TD is not None or lost_T.any():
+            self._look_at_rows(flight, late, lost_T, results)
         seconds = time.perf_counter() - flight.began
-        on_device = min(seconds, computed.ended.seconds_since(computed.began))
+        on_device = computed.ended.seconds_since(computed.began)
+        if flight.choosing is not None:
+            on_device += sampled.seconds_since(flight.choosing)
+        on_device = min(seconds, on_device)
         facts = {**computed.facts, **self._chooser.take_counts(), **self._ready.experts.take_counts()}
         facts |= self._images.take_counts() if self._images is not None else {}
         return StepResult(step.number, tuple(results), seconds, seconds - on_device, facts)
+
+    def _look_at_rows(self, flight: _Flight, late: Late, lost_T: np.ndarray, results: list[RowResult]) -> None:
+        """Put into ``results`` which rows went bad, and log-probabilities of prompts."""
+        step, computed = flight.step, flight.computed
+        assert computed is not None
+        for i, (row, span) in enumerate(zip(step.rows, spans_of(step.rows), strict=True)):
+            if lost_T[span.rows].any():
+                results[i] = RowResult(row.request_id, bad="nan")
+            elif row.prompt_logprobs and row.request_id not in late.dropped:
+                assert computed.hidden_TD is not None
+                prompt = self._chooser.prompt_logprobs(row, computed.hidden_TD[span.rows], self.stack.head)
+                results[i] = replace(results[i], prompt=prompt)
 
 
 def _picked(

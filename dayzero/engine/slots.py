@@ -15,9 +15,11 @@ from dayzero.cache.layout import Group
 from dayzero.cache.views import PoolViews, device_numbers
 from dayzero.engine.packed import Packed, Part
 from dayzero.engine.step import GroupRows, Row, Step
+from dayzero.units import round_up
 from dayzero.view import Span, StepView, Where
 
 Arrays = Mapping[str, np.ndarray]
+WIDTHS = 16  # pages of a table are a multiple: compilers of kernels tell strides apart by whether they are that
 
 
 class Slots:
@@ -40,7 +42,9 @@ class Slots:
         arrays = packed.arrays(host)
         for name, array in more.items():
             arrays[name][...] = array
-        fill(self.views, arrays, step, spans)
+        for name in self.views.groups:
+            arrays[f"{name}.table"][...] = 0
+        fill(self.views, arrays, step)
         ids = arrays["ids"]
         ids[...] = 0
         for row, span in zip(rows, spans, strict=True):
@@ -60,7 +64,8 @@ class Slots:
 
     def _parts(self, step: Step, num_late: int) -> list[Part]:
         tokens, rows = step.num_tokens, len(step.rows)
-        widths = {name: max(1, *map(len, placed.tables)) for name, placed in step.groups.items()}
+        whole = 1 if self.newest.device.type == "cpu" else WIDTHS
+        widths = {name: round_up(max(1, *map(len, placed.tables)), whole) for name, placed in step.groups.items()}
         return [
             Part("ids", "i8", (tokens,)), Part("positions", "i8", (tokens,)), Part("query_start", "i4", (rows + 1,)),
             Part("late", "i8", (num_late,)), Part("late_slots", "i8", (num_late,)),
@@ -88,11 +93,11 @@ def group_parts(views: PoolViews, rows: int, tokens: int, widths: Mapping[str, i
     return parts + sorted(tables, key=lambda part: part.shape[1])
 
 
-def fill(views: PoolViews, arrays: Arrays, step: Step, spans: Sequence[Span]) -> None:
+def fill(views: PoolViews, arrays: Arrays, step: Step) -> None:
     """Write what ``group_parts`` names, and ``positions``, for the step's rows; what lies behind them is left alone."""
-    num_rows, num_tokens = len(spans), step.num_tokens
-    counts = np.fromiter((span.count for span in spans), np.int64, num_rows)
-    starts = np.fromiter((span.start for span in spans), np.int64, num_rows)
+    num_rows, num_tokens = len(step.rows), step.num_tokens
+    counts = np.array([row.count for row in step.rows], np.int64)
+    starts = np.array([row.start for row in step.rows], np.int64)
     row_of = np.repeat(np.arange(num_rows), counts)
     positions = np.arange(num_tokens) + (starts - (np.cumsum(counts) - counts))[row_of]
     arrays["positions"][..., :num_tokens] = positions

@@ -4,13 +4,13 @@ serving. The scheduler is the engine's, so a step is one that a server would com
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.executor import Late
 from dayzero.engine.launch import LoadedExecutor
-from dayzero.engine.request import NewRequest, SamplingParams
+from dayzero.engine.request import Image, NewRequest, SamplingParams
 from dayzero.engine.scheduler import Scheduler
 from dayzero.engine.step import Step, StepResult
 from dayzero.errors import MachineError
@@ -30,7 +30,7 @@ class Taken:
 
 
 class StepDriver:
-    """Owns the executor's steps until ``close``. Answers are greedy and run to their length."""
+    """Owns the executor's steps until ``close``. masks: of requests by id, as grammars give them."""
 
     def __init__(self, executor: LoadedExecutor, config: EngineConfig) -> None:
         self._executor = executor
@@ -39,17 +39,22 @@ class StepDriver:
         self._scheduler = Scheduler(executor.layout, executor.num_slabs, config, (), info.max_model_len)
         self._ahead: Step | None = None
         self._count = 0
+        self.masks: Mapping[str, bytes] = {}
 
     def add(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
-        """Take requests. MachineError for one that pool or model cannot hold."""
+        """Take requests whose answers are greedy and run to their length. Errors: as ``ask``."""
         for prompt in prompts:
-            params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True)
-            request = NewRequest(id=f"step-{self._count}", prompt=list(prompt), params=params)
-            self._count += 1
-            refused = self._scheduler.add(request)
-            if refused is not None:
-                why = refused.error[1] if refused.error else "it cannot be held"
-                raise MachineError(f"{len(prompt)} tokens and {answer_tokens} more cannot be run: {why}.")
+            self.ask(prompt, SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True))
+
+    def ask(self, prompt: Sequence[int], params: SamplingParams, media: Sequence[Image] = ()) -> str:
+        """Take a request; its id. MachineError for one that pool or model cannot hold."""
+        request = NewRequest(id=f"step-{self._count}", prompt=list(prompt), params=params, media=list(media))
+        self._count += 1
+        refused = self._scheduler.add(request)
+        if refused is not None:
+            why = refused.error[1] if refused.error else "it cannot be held"
+            raise MachineError(f"{len(prompt)} tokens and {params.max_tokens} more cannot be run: {why}.")
+        return request.id
 
     def random_prompts(self, count: int, tokens: int, seed: int) -> list[list[int]]:
         """Prompts of ids drawn evenly from the vocabulary; no two begin alike."""
@@ -62,7 +67,7 @@ class StepDriver:
         begun = self._ahead = self._begin()
         if begun is None:
             return None
-        self._executor.sample(begun.number, Late())
+        self._executor.sample(begun.number, Late(self.masks))
         return self.land()
 
     def turn_ahead(self) -> Taken | None:
@@ -71,7 +76,7 @@ class StepDriver:
         before, self._ahead = self._ahead, self._begin()
         taken = None if before is None else self._end(before)
         if self._ahead is not None:
-            self._executor.sample(self._ahead.number, Late())
+            self._executor.sample(self._ahead.number, Late(self.masks))
         return taken
 
     def land(self) -> Taken | None:

@@ -22,7 +22,10 @@ def _bounds(f32: float, f32_why: str, roundings: int, why: str) -> Mapping[str, 
 EXACT: Mapping[str, Rel] = {e: Rel(0.0, "only moves or selects values") for e in ROUNDING}
 ELEMENTWISE = _bounds(2e-6, "about 30 roundings of 2^-24 in one element", 2, "one per side at the output")
 CAST_FIRST = _bounds(2e-6, "about 30 roundings of 2^-24 in one element", 4, "one each side of the weight, twice")
+NORM_ROPE = _bounds(4e-6, "about 60 roundings of 2^-24 in one element", 6, "CAST_FIRST, and one each side of a turn")
 MATMUL = _bounds(1e-5, "a sum of 2^14 terms drifts by sqrt(2^14) * 2^-24 = 8e-6", 2, "one per side at the output")
+MATMUL_ADD = _bounds(1e-5, "as MATMUL", 4, "as MATMUL, and one per side of the sum")
+MATMUL_GLU = _bounds(2e-5, "two sums in a product", 6, "gate, up and their product are each rounded")
 MATMUL_F32 = {e: Rel(1e-5, "operands are exact in f32 and the result stays f32") for e in ROUNDING}
 ATTENTION = _bounds(2e-5, "two sums in a row, of scores and of values", 4, "probabilities may be rounded before P@V")
 EXPERTS = _bounds(3e-5, "three matrix products in a row", 6, "gate, up, product and down are each rounded once more")

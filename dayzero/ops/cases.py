@@ -23,6 +23,7 @@ from dayzero.ops.contract import Case
 from dayzero.ops.delta_paged import Kept, Raw, Weights
 from dayzero.ops.random_inputs import Inputs, strided
 from dayzero.ops.records import RowCodec
+from dayzero.ops.router import Choosing
 from dayzero.ops.sparse_index import Pooling
 from dayzero.view import Paged
 
@@ -104,19 +105,46 @@ def _linear(grouped: bool) -> tuple[Case, ...]:
     return tuple(_case(f"{n} rows {d} bias {b}", make(n, d, b)) for n, d, b in sizes)
 
 
-def _glu() -> tuple[Case, ...]:
-    kinds: tuple[dict[str, Any], ...] = (
-        {"kind": "silu"}, {"kind": "gelu_tanh"}, {"kind": "clamped", "limit": 7.0, "alpha": 1.702},
-        {"kind": "silu_clamped", "limit": 10.0}, {"kind": "situ", "beta": 4.0, "linear_beta": 25.0},
-    )  # fmt: skip
+GLUS: tuple[dict[str, Any], ...] = (
+    {"kind": "silu"}, {"kind": "gelu_tanh"}, {"kind": "clamped", "limit": 7.0, "alpha": 1.702},
+    {"kind": "silu_clamped", "limit": 10.0}, {"kind": "situ", "beta": 4.0, "linear_beta": 25.0},
+)  # fmt: skip
 
+
+def _matmul_glu() -> tuple[Case, ...]:
+    def make(
+        rows: int, width: int, inner: int, dtype: torch.dtype, act: dict[str, Any]
+    ) -> Callable[[Inputs], dict[str, Any]]:
+        # Gates of some sigma, so that clamps and saturations are reached.
+        return lambda r: {
+            "x_TK": strided(r.normal(rows, width, dtype=dtype)) * 4,
+            "w_NK": r.normal(2 * inner, width, dtype=dtype) * width**-0.5, "activation": act,
+        }  # fmt: skip
+
+    sizes = ((1, 64, 40), (7, 136, 17), (8, 520, 264), (9, 65, 33), (33, 24, 8))
+    cases = [_case(f"{n} rows {a['kind']} bf16", make(n, k, i, BF16, a)) for (n, k, i), a in zip(sizes, GLUS)]
+    return (*cases, _case("f32", make(7, 65, 9, F32, GLUS[0])), _case("no rows", make(0, 64, 8, BF16, GLUS[0])))
+
+
+def _matmul_add() -> tuple[Case, ...]:
+    def make(rows: int, dtype: torch.dtype, width: int = 65) -> Callable[[Inputs], dict[str, Any]]:
+        return lambda r: {
+            "x_TK": strided(r.normal(rows, width, dtype=dtype)), "w_NK": r.normal(33, width, dtype=dtype),
+            "added_TN": r.normal(rows, 33, dtype=dtype) * 9,
+        }  # fmt: skip
+
+    sizes = ((0, F32, 65), (1, BF16, 64), (7, BF16, 65), (13, BF16, 520), (63, BF16, 65), (65, F32, 65))
+    return tuple(_case(f"{n} rows {d} {k} wide", make(n, d, k)) for n, d, k in sizes)
+
+
+def _glu() -> tuple[Case, ...]:
     def make(kind: dict[str, Any], dtype: torch.dtype) -> Callable[[Inputs], dict[str, Any]]:
         # 40 sigma reaches every clamp and both tanh saturations.
         return lambda r: (
             {"gate_TI": r.normal(63, 7, dtype=dtype) * 40, "up_TI": r.normal(63, 7, dtype=dtype) * 40} | kind
         )
 
-    return tuple(_case(f"{k['kind']} {d}", make(k, d)) for k in kinds for d in (F32, BF16))
+    return tuple(_case(f"{k['kind']} {d}", make(k, d)) for k in GLUS for d in (F32, BF16))
 
 
 def _route() -> tuple[Case, ...]:
@@ -138,10 +166,46 @@ def _route() -> tuple[Case, ...]:
     )
 
 
-def _experts() -> tuple[Case, ...]:
-    def make(tokens: int, dtype: torch.dtype, biases: bool) -> Callable[[Inputs], dict[str, Any]]:
+def _router() -> tuple[Case, ...]:
+    def make(
+        tokens: int, experts: int, width: int, dtype: torch.dtype, **how: Any
+    ) -> Callable[[Inputs], dict[str, Any]]:
+        """bias: which of the two there is. exact: sums of eighths, which tie or lie apart, in any order."""
+        bias, exact = how.pop("bias", ""), how.pop("exact", False)
+
         def inputs(r: Inputs) -> dict[str, Any]:
-            num, width, inner = 6, 33, 17
+            if exact:
+                x, w = r.integers(-2, 3, tokens, width).to(dtype), r.integers(-1, 2, experts, width).to(dtype) / 8
+            else:
+                x, w = strided(r.normal(tokens, width, dtype=dtype)), r.normal(experts, width, dtype=dtype) / width**0.5
+            out: dict[str, Any] = {
+                "x_TD": x,
+                "w_ED": w,
+                "choosing": Choosing(**{"top_k": 4, "score": "softmax", **how}),
+            }
+            if bias == "select":
+                out["select_bias_E"] = 7 + r.uniform(experts) / 4
+            return out | ({"logit_bias_E": r.normal(experts, dtype=dtype)} if bias == "logit" else {})
+
+        return inputs
+
+    return (
+        _case("one token, its bias", make(1, 32, 720, BF16, score="softmax_topk", bias="logit")),
+        _case("ties", make(17, 40, 65, BF16, exact=True, score="sigmoid", scale=2.5, eps=1e-20)),
+        _case("ties, packed", make(33, 96, 1088, BF16, exact=True, score="softmax_topk", top_k=6)),
+        _case("groups", make(63, 96, 320, BF16, score="sigmoid", bias="select", groups=(8, 3), top_k=7, eps=1e-20)),
+        _case("no renormalising", make(65, 33, 130, BF16, renormalise=False, top_k=3)),
+        _case("f32", make(7, 16, 33, F32)),
+        _case("no tokens", make(0, 16, 64, BF16)),
+    )
+
+
+def _experts() -> tuple[Case, ...]:
+    def make(
+        tokens: int, dtype: torch.dtype, biases: bool, width: int = 33, inner: int = 17
+    ) -> Callable[[Inputs], dict[str, Any]]:
+        def inputs(r: Inputs) -> dict[str, Any]:
+            num = 6
             ids = torch.stack([r.permutation(num)[:3] for _ in range(tokens)]) if tokens else r.integers(0, 1, 0, 3)
             if tokens > 1:
                 ids[0] = -1  # a token that has no expert on this rank
@@ -161,7 +225,10 @@ def _experts() -> tuple[Case, ...]:
         return inputs
 
     sizes = [(0, F32, False), (1, F32, True), (1, BF16, False), (7, BF16, True), (63, F32, False), (65, BF16, False)]
-    return tuple(_case(f"{n} tokens {d} biases {b}", make(n, d, b)) for n, d, b in sizes)
+    wide = _case(
+        "wide", make(7, BF16, True, 320, 192)
+    )  # more than a block of 128 columns, and not a whole number of them
+    return (*(_case(f"{n} tokens {d} biases {b}", make(n, d, b)) for n, d, b in sizes), wide)
 
 
 def _experts_in_4_bits() -> tuple[Case, ...]:
@@ -212,6 +279,8 @@ def traits_of(inputs: dict[str, Any]) -> dict[str, object]:
             found["record"] = given.record
     if inputs.get("value_dim"):
         found["latent"] = True
+        if "listed_TN" not in inputs:
+            found["latent_width"] = inputs["value_dim"]
     if isinstance(pooling := inputs.get("pooling"), Pooling):
         how = "max" if pooling.gates is None else "gated"
         found |= {"how": how, "local": pooling.local > 0, "tail": pooling.tail}
@@ -245,11 +314,14 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "linear.matmul": _linear(False),
     "linear.matmul_f32": _linear(False),
+    "linear.matmul_glu": _matmul_glu(),
+    "linear.matmul_add": _matmul_add(),
     "linear.grouped": _linear(True),
     "activation.glu": _glu(),
     "moe.route": _route(),
+    "moe.matmul_route": _router(),
     "moe.experts": (*_experts(), *_experts_in_4_bits()),
-    "moe.experts_fp8_128": _experts_in_4_bits(),
+    "moe.experts_fp8_128": (*_experts(), *_experts_in_4_bits()),
     **RESIDUAL_CASES,
     **MIXER_CASES,
     **DELTA_CASES,

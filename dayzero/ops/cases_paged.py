@@ -115,6 +115,7 @@ PAGED_CASES: dict[str, tuple[Case, ...]] = {
         _case("latent f32", (5, 1), (24, 16), F32, latent=True),
         _case("latent bf16", (20, 1), (48, 32), BF16, latent=True),
         _case("latent, window and sinks", (3, 1), (32, 16), BF16, latent=True, window=20, sinks=True, page=64),
+        _case("latent, no power of two", (5, 1), (56, 48), BF16, latent=True, page=64),
         _case("latent, nothing shared", (70, 1), (32, 32), BF16, latent=True, rows=((130, 1), (2, 5)), page=64),
         _case("latent, 512 + 64", (70, 1), (576, 512), BF16, latent=True, rows=((64, 1), (63, 1), (100, 3))),
         _case("latent, 512 + 64, sinks", (9, 1), (576, 512), BF16, latent=True, page=64, sinks=True, rows=((200, 1),)),

@@ -16,6 +16,7 @@ from dayzero.ops.cases_mixers import causal_lists
 from dayzero.ops.cases_paged import paged_inputs
 from dayzero.ops.cases_sparse import index_inputs
 from dayzero.ops.contract import Case
+from dayzero.ops.heads_write import HeadNorms, Kept
 from dayzero.ops.latent_write import LatentNorm, Turn
 from dayzero.ops.random_inputs import Inputs, strided
 from dayzero.ops.records import RowCodec, packed
@@ -138,6 +139,56 @@ def _latents() -> tuple[Case, ...]:
     )
 
 
+def _heads() -> tuple[Case, ...]:
+    def make(
+        shape: tuple[int, int, int, int], dtype: torch.dtype, *, kept: torch.dtype | None = None, norm: str = "",
+        offset: bool = False, joint: bool = True, freqs: int = 0, axes: int = 1, **turning: Any,
+    ) -> Callable[[Inputs], dict[str, Any]]:  # fmt: skip
+        """shape: tokens, heads of queries, of keys, their width. kept: element of plain pools; None: packed rows. norm:
+        in what it multiplies by the weight, if there is one. joint: q, k and v lie side by side in one product; else
+        each anyhow. freqs: of the turn; 0: there is none."""
+
+        def inputs(r: Inputs) -> dict[str, Any]:
+            (tokens, many, few, width), row = shape, row_of(("kv_fp8", shape[2:], ()))
+            keys, values = (
+                pool_of((row.num_bytes,), torch.uint8) if kept is None else pool_of((few, width), kept)
+                for _ in range(2)
+            )
+            x = r.normal(tokens, many + 2 * few, width, dtype=dtype) * 30
+            if tokens > 1:
+                x[0] = 0  # a row whose norm is nothing but eps
+            q, k, v = x.split((many, few, few), dim=1)
+            if not joint:
+                q, k, v = strided(q), strided(k), strided(rows_of(r, tokens, (few, width), dtype))
+            at = r.integers(0, 1_000_000, *((tokens,) if axes == 1 else (axes, tokens)))
+            turn = Turn(at, 10_000.0 ** (-torch.arange(freqs) / max(freqs, 1)), **({"style": "half"} | turning))
+            q_D, k_D = (r.normal(width, dtype=dtype) / 8 + (0 if offset else 1) for _ in range(2))
+            return {
+                "q_THD": q, "k_TKD": k, "v_TKD": v, "kept": Kept(keys, values, **places(r, tokens)),
+                "codec": RowCodec(row) if kept is None else None,
+                "norms": HeadNorms(q_D, k_D, 1e-6, offset, norm) if norm else None, "turn": turn if freqs else None,
+            }  # fmt: skip
+
+        return inputs
+
+    return (
+        _case("norm and turn", make((63, 8, 2, 128), BF16, kept=BF16, norm="dtype", freqs=64)),
+        _case("one token, turn by yarn", make((1, 8, 1, 64), BF16, kept=BF16, freqs=32, factor=1.1)),
+        _case("turned in part, 1 + w", make((7, 4, 2, 256), BF16, kept=BF16, norm="f32", offset=True, freqs=32)),
+        _case(
+            "interleaved, last dimensions",
+            make((65, 3, 3, 24), F32, kept=F32, joint=False, freqs=8, style="interleaved", part="last"),
+        ),
+        _case("three axes", make((7, 6, 2, 22), BF16, kept=BF16, norm="f32", freqs=11, sections=(5, 3, 3), axes=3)),
+        _case("one axis of three", make((7, 2, 1, 22), F32, kept=F32, norm="dtype", freqs=11, sections=(5, 3, 3))),
+        _case("norm alone", make((33, 5, 1, 80), F32, kept=F32, norm="f32", joint=False)),
+        _case("nothing but writes, rounded", make((9, 4, 2, 40), F32, kept=BF16, joint=False)),
+        _case("packed", make((63, 8, 2, 128), BF16, norm="dtype", freqs=64)),
+        _case("packed, turned in part", make((9, 3, 3, 24), BF16, freqs=6, joint=False)),
+        _case("no tokens", make((0, 4, 2, 32), BF16, kept=BF16, norm="dtype", freqs=16)),
+    )
+
+
 _RAGGED = ((40, 1), (0, 1), (63, 1), (64, 1), (0, 37), (30, 17))
 
 
@@ -180,6 +231,7 @@ def _sparse(named: Named, heads: int, dtype: torch.dtype, page: int) -> Callable
 RECORD_CASES: dict[str, tuple[Case, ...]] = {
     "cache.write": _writes(),
     "cache.write_latent": _latents(),
+    "attention.norm_rope_write": _heads(),
     "attention.paged": _paged(),
     "attention.sparse": (
         _case("packed latent rows", _sparse(LATENT, 16, BF16, 64)),

@@ -210,8 +210,8 @@ def _latent() -> tuple[Case, ...]:
 def _sparse() -> tuple[Case, ...]:
     make = _lists
 
-    def latent(r: Inputs) -> dict[str, Any]:
-        return make(_RAGGED, (5, 1), (24, 16), BF16, 9)(r) | {"values": None, "value_dim": 16}
+    def latent(width: int) -> Make:
+        return lambda r: make(_RAGGED, (5, 1), (width + 8, width), BF16, 9)(r) | {"values": None, "value_dim": width}
 
     def around(r: Inputs) -> dict[str, Any]:
         """A window over a sequence of which every query sees rows on both sides."""
@@ -226,7 +226,8 @@ def _sparse() -> tuple[Case, ...]:
         _case("ragged bf16", make(_RAGGED, (6, 2), (32, 32), BF16, 9, page=64)),
         _case("wider values than keys", make(_RAGGED, (3, 3), (8, 24), F32, 5)),
         _case("lists above the length", make(_RAGGED, (4, 2), (16, 16), F32, 99)),
-        _case("latent", latent),
+        _case("latent", latent(16)),
+        _case("latent, no power of two", latent(48)),
         *_latent(),
         _case("sinks", make(_RAGGED, (4, 2), (16, 16), F32, 5, sinks=True)),
         _case("softcap", make(_RAGGED, (4, 2), (16, 16), F32, 5, softcap=2.0)),

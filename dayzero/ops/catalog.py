@@ -93,7 +93,9 @@ _SOFTMAX: Traits = {
     "sinks": (False, True), "softcap": (False, True), "value_width": ("same", "other"), "grouped": (False, True),
 }  # fmt: skip
 _CAUSAL: Traits = {"window": _YES_OR_WIDTH, **_SOFTMAX}
-_PAGED: Traits = {**_CAUSAL, "latent": (False, True), "record": (*LATENT_RECORDS, *KV_RECORDS)}
+_PAGED: Traits = {
+    **_CAUSAL, "latent": (False, True), "latent_width": ("int",), "record": (*LATENT_RECORDS, *KV_RECORDS),
+}  # fmt: skip
 _SPARSE: Traits = {**_SOFTMAX, "latent": (False, True), "record": (*LATENT_RECORDS, *KV_RECORDS)}
 _LATENT: Traits = {
     "window": _YES_OR_WIDTH,
@@ -128,6 +130,8 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "embed.lookup": ("embed:lookup", {}),
     "linear.matmul": ("linear:matmul", _BIAS),
     "linear.matmul_f32": ("linear:matmul_f32", _BIAS),
+    "linear.matmul_glu": ("linear:matmul_glu", {"kind": _GLU_KINDS}),
+    "linear.matmul_add": ("linear:matmul_add", {}),
     "linear.grouped": ("linear:grouped", {}),
     "attention.causal": ("attention:causal", _CAUSAL),
     "attention.paged": ("paged:paged", _PAGED),
@@ -136,6 +140,13 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "cache.write_latent": (
         "latent_write:write_latent",
         {"record": LATENT_RECORDS, "style": ("half", "interleaved", None), "mrope": (False, True)},
+    ),
+    "attention.norm_rope_write": (
+        "heads_write:norm_rope_write",
+        {
+            "norm": (False, True), "style": ("half", "interleaved", None), "mrope": (False, True),
+            "record": KV_RECORDS,
+        },
     ),
     "attention.merge": ("attention:merge", {}),
     "attention.gate": ("attention:gate", {"per": ("channel", "head")}),
@@ -167,6 +178,13 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "attention.full": ("vision:full", {}),
     "moe.route": (
         "moe:route",
+        {
+            "score": ("sigmoid", "softmax", "softmax_topk"), "bias": (None, "select", "logit"), "groups": (False, True),
+            "renormalise": (False, True),
+        },
+    ),
+    "moe.matmul_route": (
+        "router:matmul_route",
         {
             "score": ("sigmoid", "softmax", "softmax_topk"), "bias": (None, "select", "logit"), "groups": (False, True),
             "renormalise": (False, True),

@@ -12,6 +12,7 @@ _CUDA = "dayzero.ops.cuda"
 _VENDOR = "dayzero.ops.vendor"
 
 _BIAS: Traits = {"bias": (False, True)}
+_GLU: Traits = {"kind": ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ")}
 _NORM: Traits = {"offset": (False, True), "scale_in": ("f32", "dtype")}
 
 # --- norms, rope, activations, residuals, sampling, plain products ---------------------------------------------------
@@ -31,10 +32,7 @@ _PLAIN: tuple[Line, ...] = (
                 },
             ),
             ("rope.grid", "rope:grid", {"style": ("half", "interleaved"), "first": ("row", "column")}),
-            (
-                "activation.glu", "activation:glu",
-                {"kind": ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ")},
-            ),
+            ("activation.glu", "activation:glu", _GLU),
             ("activation.gelu", "activation:gelu", {"form": ("erf", "tanh")}),
             ("attention.gate", "activation:gate", {"per": ("channel", "head")}),
             ("attention.merge", "activation:merge", {}),
@@ -63,11 +61,19 @@ _PLAIN: tuple[Line, ...] = (
         )
         for word in ("matmul", "matmul_f32")
     ),
+    *(
+        Line(
+            f"linear.{word}", "few_rows", "cuda", ("sm90", "triton", "cuda_bindings"), f"{_CUDA}.linear_fused:{word}",
+            traits, prepack=f"{_CUDA}.linear_fused:pack", rank=20, dtypes=("bf16",),
+        )
+        for word, traits in (("matmul_glu", _GLU), ("matmul_add", {}))
+    ),
 )  # fmt: skip
 # --- paged attention, dense: grouped heads and latent rows -----------------------------------------------------------
 _DENSE: Traits = {
     "window": (False, True, "int"), "sinks": (False, True), "softcap": (False, True),
     "value_width": ("same", "other"), "grouped": (False, True), "latent": (False, True),
+    "latent_width": (16, 32, 64, 128, 256, 512, 1024),  # a tile of values is a power of two wide
 }  # fmt: skip
 _ATTENTION: tuple[Line, ...] = (
     Line(
@@ -77,6 +83,14 @@ _ATTENTION: tuple[Line, ...] = (
     Line(
         "attention.paged", "cuda", "cuda", ("sm90", "triton", "cuda_bindings"), f"{_CUDA}.paged:paged",
         {**_DENSE, "record": ("mla_fp8_656",)}, rank=30, dtypes=("bf16",),
+    ),
+    Line(
+        "attention.norm_rope_write", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.heads_write:norm_rope_write",
+        {
+            "norm": (False, True), "style": ("half", "interleaved", None), "mrope": (False, True),
+            "record": KV_RECORDS,
+        },
+        rank=20,
     ),
     Line(
         "latent.queries", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.latent:queries_into_latent", rank=20,
@@ -151,13 +165,18 @@ _SPARSE: tuple[Line, ...] = (
 )  # fmt: skip
 # --- routed experts --------------------------------------------------------------------------------------------------
 _EXPERTS: tuple[Line, ...] = (
-    Line(
-        "moe.route", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.route:route",
-        {
-            "score": ("sigmoid", "softmax", "softmax_topk"), "bias": (None, "select", "logit"),
-            "groups": (False, True), "renormalise": (False, True),
-        },
-        rank=20,
+    *(
+        Line(
+            contract, "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.{place}",
+            {
+                "score": ("sigmoid", "softmax", "softmax_topk"), "bias": (None, "select", "logit"),
+                "groups": (False, True), "renormalise": (False, True),
+            },
+            rank=20, dtypes=dtypes,
+        )
+        for contract, place, dtypes in (
+            ("moe.route", "route:route", ()), ("moe.matmul_route", "router:matmul_route", ("bf16",)),
+        )
     ),
     Line(
         "moe.experts", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.experts:experts",

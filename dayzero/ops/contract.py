@@ -40,7 +40,8 @@ Compare = Callable[[Mapping[str, Any], "list[Tensor]", "list[Tensor]"], str]
 @dataclass(frozen=True)
 class Contract:
     """name: ``family.word``; body: the reference; bound: element type -> Rel; traits: option -> values the body has;
-    mutates: the arguments that are written to, all others are left as they are. compare: see ``Compare``."""
+    mutates: the arguments that are written to, all others are left as they are. compare: see ``Compare``. composed: the
+    body is other contracts in turn; a block that finds it bound runs those instead, as they are bound."""
 
     name: str
     body: Callable[..., Any]
@@ -48,6 +49,7 @@ class Contract:
     traits: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     mutates: tuple[str, ...] = ()
     compare: Compare | None = None
+    composed: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(*args, **kwargs)
@@ -63,12 +65,14 @@ def contract(
     traits: Mapping[str, Iterable[object]] | None = None,
     mutates: tuple[str, ...] = (),
     compare: Compare | None = None,
+    composed: bool = False,
 ) -> Callable[[Callable[..., Any]], Contract]:
     """Register the decorated function as the reference body of contract ``name``."""
 
     def register(body: Callable[..., Any]) -> Contract:
         assert name not in CONTRACTS, f"contract {name} is declared twice"
-        made = Contract(name, body, dict(bound), {k: tuple(v) for k, v in (traits or {}).items()}, mutates, compare)
+        has = {option: tuple(values) for option, values in (traits or {}).items()}
+        made = Contract(name, body, dict(bound), has, mutates, compare, composed)
         CONTRACTS[name] = made
         return made
 

@@ -45,6 +45,7 @@ class Turn(NamedTuple):
     bound=EXACT,
     traits={"record": LATENT_RECORDS, "style": STYLES, "mrope": (False, True)},
     mutates=("rows",),
+    composed=True,
 )
 def write_latent(
     kv_TC: Tensor,

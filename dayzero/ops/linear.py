@@ -5,10 +5,14 @@ T tokens, K input width, N output width, G groups.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from dayzero.ops.bounds import MATMUL, MATMUL_F32
+from dayzero.ops.activation import KINDS, glu
+from dayzero.ops.bounds import MATMUL, MATMUL_ADD, MATMUL_F32, MATMUL_GLU
 from dayzero.ops.contract import contract
 
 _ROWS_AT_ONCE = 8192  # bounds the f64 copy of a vocabulary-sized weight
@@ -31,6 +35,21 @@ def matmul_f32(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tens
     """x @ w^T + bias [..., N] in f32, whatever the operands are stored in: router logits, index weights, f32 heads."""
     y_TN = product_f64(x_TK, w_NK)
     return (y_TN if bias_N is None else y_TN + bias_N.double()).float()
+
+
+@contract("linear.matmul_glu", bound=MATMUL_GLU, traits={"kind": KINDS}, composed=True)
+def matmul_glu(x_TK: Tensor, w_NK: Tensor, activation: Mapping[str, Any]) -> Tensor:
+    """``activation.glu`` of x times the first and x times the second half of w: [..., N / 2] in x's dtype.
+
+    activation: its keyword arguments, e.g. {"kind": "silu"}. Both products are rounded to x's dtype before.
+    """
+    return glu.body(*(matmul.body(x_TK, half) for half in w_NK.chunk(2)), **activation)
+
+
+@contract("linear.matmul_add", bound=MATMUL_ADD, composed=True)
+def matmul_add(x_TK: Tensor, w_NK: Tensor, added_TN: Tensor) -> Tensor:
+    """added + ``linear.matmul`` of x and w as it is rounded: [..., N] in x's dtype, added in f32."""
+    return (added_TN.float() + matmul.body(x_TK, w_NK).float()).to(x_TK.dtype)
 
 
 @contract("linear.grouped", bound=MATMUL)

@@ -72,8 +72,10 @@ def _query_blocks(span: Span, most: int) -> Iterator[tuple[slice, int]]:
 @contract(
     "attention.paged",
     bound=ATTENTION,
-    traits={**TRAITS, "latent": (False, True), "record": (*LATENT_RECORDS, *KV_RECORDS)},
-)
+    traits={
+        **TRAITS, "latent": (False, True), "latent_width": ("int",), "record": (*LATENT_RECORDS, *KV_RECORDS),
+    },
+)  # fmt: skip
 def paged(
     q_THD: Tensor,
     keys: Paged,

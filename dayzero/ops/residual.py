@@ -22,7 +22,7 @@ def add(stream_TH: Tensor, out_TH: Tensor) -> Tensor:
     return (stream_TH.float() + out_TH.float()).to(stream_TH.dtype)
 
 
-@contract("residual.add_norm", bound=CAST_FIRST, traits=_NORM)
+@contract("residual.add_norm", bound=CAST_FIRST, traits=_NORM, composed=True)
 def add_norm(
     stream_TH: Tensor, out_TH: Tensor, weight_H: Tensor, *, eps: float, offset: bool = False, scale_in: str = "f32"
 ) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def attn_mix(
     return mixed_TH.to(partial_TH.dtype)
 
 
-@contract("residual.attn_mix_norm", bound=RESIDUAL, traits=_NORM)
+@contract("residual.attn_mix_norm", bound=RESIDUAL, traits=_NORM, composed=True)
 def attn_mix_norm(
     partial_TH: Tensor,
     bank_BTH: Tensor,

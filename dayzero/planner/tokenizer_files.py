@@ -15,11 +15,11 @@ import msgspec
 from dayzero.chat.encoding import OWN_ENCODERS
 from dayzero.chat.families import recognise
 from dayzero.chat.stops import SAMPLING, stop_sources
-from dayzero.chat.template import ENCODER_FILES
+from dayzero.chat.template import ENCODER_FILES, ChatTemplate
 from dayzero.chat.tiktoken_form import FILE, Vocabulary, is_known, read_vocabulary
 from dayzero.checkpoint.config_json import read_object
 from dayzero.checkpoint.source import Source
-from dayzero.errors import CheckpointError
+from dayzero.errors import CheckpointError, UsageError
 from dayzero.finding import Finding
 from dayzero.units import MIB
 
@@ -220,6 +220,16 @@ def _read_chat(source: Source, settings: Mapping[str, Any], out: TokenizerFiles)
                     out.findings.append(
                         Finding("chat.template", "tokenizer+template", "fail", str(error), evidence=(file,))
                     )
+    for file, text in places.items():
+        try:
+            ChatTemplate(text).check()
+        except UsageError as error:
+            out.findings.append(
+                Finding(
+                    "chat.template", "tokenizer+template", "fail", f"the chat template of {file} can be read",
+                    str(error), evidence=(file,), remedy="take the publisher's file, or give one with --chat-template",
+                )
+            )  # fmt: skip
     encoders = sorted({f for pattern in ENCODER_FILES for f in fnmatch.filter(source.files(), pattern)})
     kind = "encoder" if encoders else "template" if places else "none"
     out.chat = {"kind": kind, "templates": list(places), "encoders": encoders}

@@ -138,38 +138,80 @@ def real(family: str, folder: Path) -> Iterator[Context]:
         yield Context(subject, servers, folder)
 
 
-@contextlib.contextmanager
-def foreign(folder: Path, answer: Callable[[str], str] = str.upper, **more: Any) -> Iterator[Context]:
-    """As ``scripted``, of another make: text alone, no token ids, no limits, no numbers, no probes."""
+@dataclass
+class Foreign:
+    """A server of another make: text alone, no token ids, no limits, no numbers, no probes. chat: it answers chat and
+    no completions, else completions and no chat. spoil: changes what it sends, parsed. seen: bodies that it was sent.
+    refuses: fields that it does not take. thinks: tokens of reasoning before each answer. ends: an answer is said once,
+    else as often as there is room."""
 
-    async def models(request: Request) -> Response:
+    answer: Callable[[str], str] = str.upper
+    chat: bool = False
+    spoil: Callable[[Any], Any] = lambda body: body
+    refuses: frozenset[str] = frozenset()
+    thinks: int = 0
+    ends: bool = False
+    seen: list[Any] = field(default_factory=list)
+
+    async def models(self, request: Request) -> Response:
         return JSONResponse({"data": [{"id": "other", "object": "model", "owned_by": "someone"}]})
 
-    async def completions(request: Request) -> Response:
+    async def completions(self, request: Request) -> Response:
+        return await self._answered(request, chat=False)
+
+    async def conversation(self, request: Request) -> Response:
+        return await self._answered(request, chat=True)
+
+    async def _answered(self, request: Request, chat: bool) -> Response:
+        if chat != self.chat:
+            return JSONResponse({"error": {"message": "not here"}}, 404)
         try:
             body = await request.json()
-            prompt, count = body["prompt"], body.get("max_tokens", 16)
-            assert isinstance(prompt, str) and type(count) is int and 0 < count < 10**6 and body["model"] == "other"
+            self.seen.append(body)
+            prompt, count = self._read(body, chat), body.get("max_tokens", 16)
+            assert type(count) is int and 0 < count < 10**6 and body["model"] == "other"
             assert body.get("temperature") in (None, 0) and type(body.get("n", 1)) is int and body.get("n", 1) > 0
             assert body.get("top_p", 1) <= 1 and not isinstance(body.get("stop"), int)
-        except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
+            assert not self.refuses & set(body)
+        except (ValueError, LookupError, TypeError, AssertionError, RecursionError):
             return JSONResponse({"error": {"message": "this cannot be served"}}, 400)
-        words = [f" {word}" for word in (answer(prompt).split() * count)[:count]]
-        usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len(words)}
+        thought = [f" t{n}" for n in range(min(self.thinks, count))]
+        said = self.answer(prompt).split() * (1 if self.ends else count)
+        end = "stop" if self.ends and len(thought) + len(said) <= count else "length"
+        words = [f" {word}" for word in said[: count - len(thought)]]
+        usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len(thought) + len(words)}
+        usage["total_tokens"] = sum(usage.values())
         if not body.get("stream"):
-            choice = {"index": 0, "text": "".join(words), "finish_reason": "length"}
-            return JSONResponse({"choices": [choice], "usage": usage})
-        chunks = [{"choices": [{"index": 0, "text": word}]} for word in words] + [{"choices": [], "usage": usage}]
-        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
+            choice = {"index": 0, "finish_reason": end, **_said("".join(words), "".join(thought), chat, "message")}
+            return JSONResponse(self.spoil({"choices": [choice], "usage": usage}))
+        parts = [_said("", one, chat, "delta") for one in thought] + [_said(one, "", chat, "delta") for one in words]
+        chunks = [{"choices": [{"index": 0, **part}]} for part in parts] + [{"choices": [], "usage": usage}]
+        lines = [f"data: {json.dumps(self.spoil(chunk))}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
         return StreamingResponse(iter(lines), media_type="text/event-stream")
 
-    async def chat(request: Request) -> Response:
-        return JSONResponse({"error": {"message": "no conversations here"}}, 400)
+    @staticmethod
+    def _read(body: Any, chat: bool) -> str:
+        text = body["messages"][-1]["content"] if chat else body["prompt"]
+        assert isinstance(text, str)
+        return text
 
+
+def _said(text: str, thought: str, chat: bool, key: str) -> dict[str, Any]:
+    if not chat:
+        return {"text": thought + text}
+    return {key: {"role": "assistant", "content": text} | ({"reasoning_content": thought} if thought else {})}
+
+
+@contextlib.contextmanager
+def foreign(
+    folder: Path, answer: Callable[[str], str] = str.upper, make: Foreign | None = None, **more: Any
+) -> Iterator[Context]:
+    """As ``scripted``, of another make: ``Foreign``."""
+    server = make or Foreign(answer)
     routes = [
-        Route("/v1/models", models),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", server.models),
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/chat/completions", server.conversation, methods=["POST"]),
     ]
     with serving(World(ScriptedEngine(), Starlette(routes=routes), [])) as address:
         services = FakeServices(FakeServer(address, "other"))

@@ -50,7 +50,7 @@ class Fault:
     """request: changes call.body or call.headers. answer: (call, status, parsed body) -> (status, body), of answers
     that are no stream; a body of bytes is sent as it is, None leaves it. event: (call, event) -> events in its place;
     an event is parsed JSON or DONE. frame: bytes of a whole stream -> other bytes. head: changes the answer's headers.
-    hold: the stream is sent at its end."""
+    hold: the stream is sent at its end. stays: a client that leaves does not take its request along."""
 
     request: Callable[[Call], None] | None = None
     answer: Callable[[Call, int, Any], tuple[int, Any]] | None = None
@@ -58,6 +58,7 @@ class Fault:
     frame: Callable[[bytes], bytes] | None = None
     head: Callable[[Call, Head], None] | None = None
     hold: bool = False
+    stays: bool = False
 
 
 class BadServer:
@@ -65,6 +66,7 @@ class BadServer:
 
     def __init__(self, address: str, fault: Fault) -> None:
         self._address, self._fault, self._busy = address, fault, 0
+        self._left: set[asyncio.Future[None]] = set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -85,8 +87,11 @@ class BadServer:
                 answering.result()
         finally:  # a client that leaves takes its request along
             self._busy -= 1
-            answering.cancel()
             leaving.cancel()
+            if self._fault.stays and not answering.done():
+                self._left.add(answering)
+            else:
+                answering.cancel()
 
     async def _answer(self, call: Call, send: Any) -> None:
         fault = self._fault

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,30 +14,10 @@ from bad_server import DONE, Call, Fault, Head, bad_server, judged, kinds, of_ch
 from dayzero.acceptance.accept.http import Answer, Client, events_of
 from dayzero.acceptance.accept.service import Servers
 from dayzero.acceptance.accept.stage import Context, RunningServer, Subject
-from dayzero.acceptance.stages import contract, probes
+from dayzero.acceptance.stages import contract, framing, probes
 from dayzero.acceptance.stages.answers import Malformed, at
+from dayzero.acceptance.stages.asking import Checks
 from dayzero.acceptance.stages.refusals import problem
-from tests.clients.small_model import write_model
-
-OPTIONS = ("--dtype", "float32", "--threads", "1", "--pool-bytes", "64MiB")
-
-
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    folder = tmp_path_factory.mktemp("model") / "small"
-    write_model(folder)
-    return Subject(str(folder), serve=OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def servers(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with Servers(subject, tmp_path_factory.mktemp("servers")) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def good(servers: Servers) -> RunningServer:
-    return servers.shared()
 
 
 def test_our_own_server_passes(good: RunningServer, subject: Subject, tmp_path: Path) -> None:
@@ -175,6 +156,13 @@ def _mixed_up(call: Call) -> None:
         call.body["messages"] = [{"role": "user", "content": "Something else entirely."}]
 
 
+def _one_mixed_up(call: Call) -> None:
+    """As ``_mixed_up``, for one request of all."""
+    if call.busy > 4 and call.chat and not MIXED:
+        MIXED.append(1)
+        call.body["messages"] = [{"role": "user", "content": "Something else entirely."}]
+
+
 def _busy(call: Call, status: int, body: Any) -> tuple[int, Any]:
     return (429, {"error": {"message": "busy"}}) if call.busy > 4 else (status, body)
 
@@ -215,6 +203,7 @@ def _done_twice(call: Call, event: Any) -> list[Any]:
     return [event, event] if event == DONE else [event]
 
 
+MIXED: list[int] = []
 STREAM = "stream.chat"
 FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
     # streams
@@ -340,6 +329,8 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
         {"probes.openapi"}),
     "a counter that stands": (Fault(answer=_lost_count), "metrics.tokens", {"metrics.tokens"}),
     "blocks are never freed": (Fault(answer=_held), "cancel.freed", {"cancel.freed"}),
+    "work goes on for clients that left": (Fault(stays=True), "cancel.freed", {"cancel.stopped"}),
+    "one of many gets another's answer": (Fault(request=_one_mixed_up), "many.same", {"many.same"}),
     "requests are mixed up": (Fault(request=_mixed_up), "many.same", {"many.same"}),
     "busy without a time": (Fault(answer=_busy), "many.same", {"overload.retry"}),
 }  # fmt: skip
@@ -352,7 +343,9 @@ def test_a_broken_promise_is_found_by_the_finding_that_is_for_it(
 ) -> None:
     fault, check, expected = FAULTS[name]
     KEYS[:] = [good.headers["Authorization"]]
-    monkeypatch.setattr(probes, "FREED_SECONDS", 0.3)
+    MIXED.clear()
+    monkeypatch.setattr(probes, "FREED_SECONDS", 60.0 if fault.stays else 0.3)
+    monkeypatch.setattr(probes, "LONGEST", 200 if fault.stays else probes.LONGEST)
     with bad_server(good, fault) as bad:
         out = judged(bad, subject, contract.checks(), check)
     assert kinds(out, "fail") == expected, [f for f in out.findings if f.verdict != "pass"]
@@ -399,6 +392,33 @@ def test_events_are_read_by_their_grammar() -> None:
     assert two.done and two.name == ""
     assert three.json is None and three.data == b'"\xff"'
     assert events_of(b"\xef\xbb\xbfdata: 1\n\n") == [], "a client that takes no mark away sees no data field"
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"),
+    [
+        ([0.01, 0.1, 0.2, 0.3, 0.4], "pass"),
+        ([0.01, 0.4, 0.4, 0.4, 0.4], "fail"),  # the role at once, and the text at the end
+        ([0.4, 0.4, 0.4, 0.4, 0.4], "fail"),
+        ([0.01, 0.4], "fail"),  # all of the text in one piece
+        ([0.01, 0.011, 0.012, 0.013, 0.014], "not applicable"),
+    ],
+)
+def test_when_the_text_of_a_stream_came_is_looked_at(times: list[float], verdict: str) -> None:
+    """Not when its first and its last byte did: a middleware may let the head and the role through."""
+    said = [{"role": "assistant"}, *({"content": "word "} for _ in times[1:])]
+    parts = [{"choices": [{"index": 0, "delta": delta}]} for delta in said]
+    usage = {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+    events = [f"data: {json.dumps(part)}\n\n".encode() for part in parts]
+    events[-1] += f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode()
+    sizes = list(itertools.accumulate(len(event) for event in events))
+    body, arrivals = b"".join(events), tuple(zip(sizes, times, strict=True))
+    answer = Answer(200, {"content-type": "text/event-stream"}, body, times[-1], 0.01, arrivals)
+    assert framing.times_of(answer) == times[1:]
+    out = Checks("t")
+    ask: Any = SimpleNamespace(ignores_stops=False, api="chat", post=lambda *args, **more: answer)
+    framing._flushed(ask, out)
+    assert [finding.verdict for finding in out.findings] == [verdict]
 
 
 def test_places_in_an_answer_are_named() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from align_support import write_dense
 from torch import Tensor
 
 from dayzero.acceptance.accept.stage import Context, StageResult, Subject
-from dayzero.acceptance.stages import equal_forms, equal_single, equalities
+from dayzero.acceptance.stages import equal_forms, equal_judge, equal_single, equalities
 from dayzero.acceptance.stages.equal_array import all_pairs, covering, pairs_of
 from dayzero.acceptance.stages.equal_judge import Limit, compare_one
 from dayzero.blocks.attention import AttentionBlock
@@ -27,6 +28,7 @@ from dayzero.engine.live import Live
 from dayzero.engine.llm import LLM
 from dayzero.finding import Finding
 from dayzero.ops import records
+from dayzero.ops.contract import CONTRACTS
 from dayzero.rehearse.twin import write_twin
 
 CONFIGS = Path(__file__).parents[1] / "paper" / "configs"
@@ -256,7 +258,7 @@ def plain_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SINGLE = {
     "a token is lost": (no_last_piece, "equal.streamed", "server"),
-    "goes on": (goes_on, "equal.cancelled", "cache"),
+    "goes on": (goes_on, "equal.cancelled", "scheduler"),
     "wrong scale": (wrong_scale, "equal.narrow_error", "cache"),
     "plain rows": (plain_rows, "equal.narrow_error", "cache"),
 }
@@ -286,3 +288,16 @@ def test_a_wrong_form_fails() -> None:
     assert [f.verdict for f in found] == ["pass"] * 3
     found = list(equal_forms.form_findings(equal_forms.FormLogits(base, {})))
     assert [f.verdict for f in found] == ["not applicable"] * 3 and all(f.measured for f in found)
+
+
+def test_what_rounds_to_few_bits_is_held_to_the_largest_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes that turn over are a root mean square, and draws over them move with any shift."""
+    spec: Any = SimpleNamespace(contracts=lambda: [SimpleNamespace(contract=name) for name in CONTRACTS])
+    plain, narrow = (equal_judge.limit_of(spec, "float32", "f32", 20.0, 3.0, one) for one in (False, True))
+    error = plain.nats / (2 * 3.0)
+    assert narrow.nats - plain.nats == pytest.approx(4 * 3.0 * (error * equal_judge.CODE_STEP) ** 0.5)
+    monkeypatch.setattr(equalities, "dtype_of", lambda *given: "f32")
+    board = equalities._Board(SimpleNamespace(spec=spec), SimpleNamespace(spread=20.0, deviation=3.0))  # type: ignore[arg-type]
+    for quantised, sampled, most in ((False, False, 0.02), (True, False, 0.02), (False, True, 0.02), (True, True, 1.0)):
+        row = {"path": "float32", "narrow": quantised, "sampled": sampled}
+        assert board.limit(row).most_parted == most

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import replace
 from math import exp
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,34 +26,28 @@ from bad_server import (
     setting,
 )
 
-from dayzero.acceptance.accept.service import Servers
+from dayzero.acceptance.accept.paired import tail
 from dayzero.acceptance.accept.stage import Context, RunningServer, Subject
 from dayzero.acceptance.stages import functional
 from dayzero.acceptance.stages.answers import Score
-from dayzero.acceptance.stages.sampling import LEAST_CHANCE, Told, chance_of, inside, nucleus, tail, tempered
+from dayzero.acceptance.stages.greedy import Parted
+from dayzero.acceptance.stages.looking import far_apart
+from dayzero.acceptance.stages.sampling import LEAST_CHANCE
 from dayzero.acceptance.stages.scores import faults_of
+from dayzero.acceptance.stages.softmax import (
+    OTHER,
+    Told,
+    chance_of,
+    clear_cut,
+    draws_for,
+    inside,
+    likeliest,
+    nucleus,
+    ratio_chance,
+    tempered,
+)
 from dayzero.acceptance.stages.stops import cut_text
-from tests.clients.small_model import write_model
-
-OPTIONS = ("--dtype", "float32", "--threads", "1", "--pool-bytes", "64MiB")
-
-
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    folder = tmp_path_factory.mktemp("model") / "small"
-    write_model(folder)
-    return Subject(str(folder), serve=OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def servers(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with Servers(subject, tmp_path_factory.mktemp("servers")) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def good(servers: Servers) -> RunningServer:
-    return servers.shared()
+from dayzero.acceptance.stages.ties import bound_of
 
 
 def test_our_own_server_passes(good: RunningServer, subject: Subject, tmp_path: Path) -> None:
@@ -86,6 +80,12 @@ def _swapped_scores(choice: dict[str, Any]) -> None:
 def _other_tokens(choice: dict[str, Any]) -> None:
     for entry in ((choice.get("logprobs") or {}).get("content")) or []:
         entry["bytes"] = entry["bytes"][::-1] + [33]
+
+
+def _little_off(choice: dict[str, Any]) -> None:
+    """By less than bfloat16 rounds, and more than float32 does, which this server computes in."""
+    for entry in ((choice.get("logprobs") or {}).get("content")) or []:
+        entry["logprob"] -= 0.01
 
 
 def _positive(choice: dict[str, Any]) -> None:
@@ -252,7 +252,10 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
     "warm is not cold": (Fault(request=_cold), "greedy.repeat", {"greedy.repeat", "greedy.stream"}),
     "a stream loses its end": (Fault(event=of_parts(_drops_the_end)), "greedy.repeat", {"greedy.stream"}),
     "temperature is ignored": (
-        Fault(request=replacing("temperature", lambda t: 1.0)), "sampling", {"sampling.temperature-0.3"}),
+        Fault(request=replacing("temperature", lambda t: 1.0)), "sampling",
+        {"sampling.temperature-0.3", "sampling.temperature-1.5"}),
+    "a high temperature is ignored": (
+        Fault(request=replacing("temperature", lambda t: min(t, 1.0))), "sampling", {"sampling.temperature-1.5"}),
     "temperature is a square": (
         Fault(request=replacing("temperature", lambda t: 0.25)), "sampling",
         {"sampling.softmax", "sampling.temperature-1.5", "sampling.top-p", "sampling.top-k"}),
@@ -265,7 +268,7 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
         Fault(request=setting(logit_bias=None)), "sampling.bias", {"sampling.bias-down", "sampling.bias-up"}),
     "stop strings are shown": (Fault(request=_stop_shown), "stop.string", both("stop.string")),
     "stop strings are ignored": (
-        Fault(request=setting(stop=None)), "stop.string", both("stop.string") | both("stop.work")),
+        Fault(request=setting(stop=None)), "stop.string", both("stop.string")),
     "work goes on behind a stop string": (Fault(answer=_works_on), "stop.string", both("stop.work")),
     "a stop is told as length": (
         Fault(answer=of_choices(lambda choice: _says_length(None, choice)), event=of_parts(_says_length)),  # type: ignore[arg-type]
@@ -294,6 +297,9 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
         Fault(answer=of_choices(_one_short)), "logprobs", {"logprobs.count-chat", "logprobs.tokens-chat"}),
     "a stream's scores are another's": (
         Fault(event=of_parts(lambda call, choice: _other_tokens(choice))), "logprobs.stream", {"logprobs.stream-chat"}),
+    "a stream's scores are off by little": (
+        Fault(event=of_parts(lambda call, choice: _little_off(choice))), "logprobs.stream",
+        {"logprobs.stream-chat"}),
     "a prompt's scores are one off": (Fault(answer=_shifted), "logprobs.prompt", {"logprobs.prompt"}),
     "prefill is not decode": (Fault(answer=_echo_off), "logprobs.echo", {"logprobs.echo"}),
     "the schema is not held": (
@@ -438,6 +444,50 @@ def test_what_is_known_of_a_temperature() -> None:
     assert len(kept) == int((sums < top_p).sum()) + 1 and sum(kept.values()) == pytest.approx(1)
 
 
+def test_ties_come_from_the_dtype() -> None:
+    assert bound_of("bfloat16") == bound_of("") == 0.25  # two steps of 2^-3 at a logit of 16 to 32
+    assert bound_of("float32") == pytest.approx(2 * 256 * 2.0**-19) and bound_of("float32") < 1.5e-3
+    assert Parted(3, 0.1, bound_of("bfloat16")).tie and not Parted(3, 0.1, bound_of("float32")).tie
+    assert not Parted(-1, None, bound_of("")).tie
+
+
+def test_images_lie_as_far_apart_as_is_certain() -> None:
+    """A token that one list lacks is no nat away, but no likelier than the last one listed."""
+    one = {"a": -0.1, "b": -3.0, "c": -4.0}
+    assert far_apart(one, dict(one)) == 0
+    assert far_apart(one, {"a": -0.1, "b": -3.0, "d": -4.0}) == 0.0
+    assert far_apart(one, {"a": -0.1, "d": -0.2, "e": -3.5}) == pytest.approx(3.8)  # d is at most -4 in the first
+    assert far_apart({"a": -0.1}, {"b": -0.1}) == 0.0, "lists of one token tell nothing of each other's"
+    assert far_apart({"a": -0.1}, {"a": -0.1 - 1e-4}) == pytest.approx(1e-4)
+
+
+def test_a_sampler_without_a_temperature_is_found_in_the_draws_that_are_asked_for() -> None:
+    deal = np.random.default_rng(5)
+    chances = {n: float(p) for n, p in enumerate(1 / np.arange(1, 20))}
+    total = sum(chances.values())
+    chances = {n: 0.8 * p / total for n, p in chances.items()}
+    for temperature in (0.3, 1.5):
+        right = tempered(chances, temperature)
+        number = max(96, draws_for(right, tempered(chances, 1)))
+        assert number < 600
+        tried = {0: 0, 1: 0}
+        for wrong in (0, 1):
+            p = np.array(list((tempered(chances, 1) if wrong else right).values()))
+            for seed in range(60):
+                counts = Counter(deal.choice(len(p), size=number, p=p / p.sum()).tolist())
+                tried[wrong] += ratio_chance(counts, right, tempered(chances, 1), seed) < LEAST_CHANCE
+        assert tried[0] <= 1 and tried[1] >= 57, (temperature, tried)
+
+
+def test_a_clear_cut_does_not_hang_on_rounding() -> None:
+    told = Told("chat", "x", {"a": 0.4, "b": 0.2, "c": 0.1, "d": 0.0999, "e": 0.0998})
+    assert clear_cut(told) == 2 and clear_cut(Told("chat", "x", {"a": 0.1, "b": 0.1, "c": 0.1})) == 0
+    hidden = Told("chat", "x", {"a": 0.4, "b": 0.1}, (0.2, 0.15))
+    assert clear_cut(hidden) == 3 and clear_cut(replace(hidden, whole=False)) == 0
+    assert likeliest(hidden, 3, 1) == pytest.approx({"a": 0.4 / 0.75, OTHER: 0.35 / 0.75})
+    assert likeliest(hidden, 2, 0.5) == pytest.approx({"a": 0.16 / 0.2, OTHER: 0.04 / 0.2})
+
+
 def test_tails_of_the_binomial() -> None:
     assert tail(0, 3, 0.5, above=True) == pytest.approx(1)
     assert tail(3, 3, 0.5, above=True) == pytest.approx(1 / 8)
@@ -447,11 +497,11 @@ def test_tails_of_the_binomial() -> None:
 
 def test_impossible_scores_are_named() -> None:
     fine = Score("a", -0.5, (("a", -0.5), ("b", -1.5)))
-    assert faults_of([fine], greedy=True) == []
-    assert "above 0" in faults_of([Score("a", 0.5, ())], greedy=False)[0]
-    assert "in order" in faults_of([Score("b", -2.0, (("b", -2.0), ("a", -0.5)))], greedy=False)[0]
-    assert "more than 1" in faults_of([Score("a", -0.1, (("a", -0.1), ("b", -0.2)))], greedy=True)[0]
-    assert "not the likeliest" in faults_of([Score("b", -1.5, (("a", -0.5), ("b", -1.5)))], greedy=True)[0]
+    assert faults_of([fine], tie=0.25) == []
+    assert "above 0" in faults_of([Score("a", 0.5, ())], tie=None)[0]
+    assert "in order" in faults_of([Score("b", -2.0, (("b", -2.0), ("a", -0.5)))], tie=None)[0]
+    assert "more than 1" in faults_of([Score("a", -0.1, (("a", -0.1), ("b", -0.2)))], tie=0.25)[0]
+    assert "not the likeliest" in faults_of([Score("b", -1.5, (("a", -0.5), ("b", -1.5)))], tie=0.25)[0]
     assert exp(-0.5) + exp(-1.5) < 1
 
 

@@ -176,7 +176,7 @@ def unused_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CODE: Mapping[str, tuple[Callable[[pytest.MonkeyPatch], None], Mapping[str, str], bool]] = {
     # fault: (plant, findings that fail -> layer, whether these are all of real weights)
-    "positions of a chunk": (positions_of_a_chunk, {"chunks": "cache"}, False),
+    "positions of a chunk": (positions_of_a_chunk, {"chunks": "operator"}, False),
     "lost sum": (lost_sum, {"ladder.stream_behind_a_layer": "operator"}, False),
     "wrong head": (wrong_head, {"ladder.head": "operator"}, False),
     "narrow service": (

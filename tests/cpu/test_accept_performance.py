@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dayzero.acceptance.accept.stage import StageResult
@@ -68,10 +69,10 @@ def record(result: StageResult) -> dict[str, Any]:
     return {"stages": [{"name": "weights"}, json.loads(json.dumps(plain(stage)))]}
 
 
-def test_a_sound_server_passes_and_its_numbers_are_notes(tmp_path: Path) -> None:
+def test_a_sound_server_passes_and_its_numbers_are_facts(tmp_path: Path) -> None:
     result = run(timed(cold=0.08, hit=0.005), tmp_path)
     assert failed(result) == {}, result.findings
-    assert [f.verdict for f in named(result, "performance.speed")] == ["note"] * 3
+    assert [f.verdict for f in named(result, "performance.speed")] == ["pass"] * 3
     assert {f.verdict for f in named(result, "load.tokens")} == {"pass"}
     for kind in ("performance.together", "performance.prefix.hits", "performance.prefix.ttft"):
         assert named(result, kind)[0].verdict == "pass", kind
@@ -129,6 +130,16 @@ def test_a_baseline_of_another_protocol_is_refused_with_the_difference(
     monkeypatch.setitem(perf_load.PLANS, "quick", replace(SMALL, output=7))
     (finding,) = named(run(timed(), tmp_path, before), "load.regression")
     assert finding.verdict == "fail" and "output '6', this run '7'" in finding.measured
+
+
+def test_speeds_of_too_few_whole_runs_are_no_baseline(tmp_path: Path) -> None:
+    with scripted(make(timed()), tmp_path) as context:
+        server = context.services.shared()
+        report, _ = perf_load.measure(server, look(context, server), SMALL, 0, lambda text: None)
+    assert {f.verdict for f in performance._speeds(report)} == {"pass"}
+    runs = report.levels[1].runs
+    runs[0] = msgspec.structs.replace(runs[0], errors=1)
+    assert [f.verdict for f in performance._speeds(report)] == ["pass", "note", "pass"]
 
 
 def test_requests_that_slow_each_other_down_fail(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -154,6 +155,44 @@ def test_clients_that_vanish_are_seen_to_vanish(tmp_path: Path) -> None:
         seen = robust_load.storm(known_of(context), 30, 0)
     assert world.engine.aborted and not world.engine.live
     assert failed(judge.storm(seen, 0.0)) == {}
+    assert seen.ends["abort"] > 0 and named(judge.storm(seen, 0.0), "robust.storm.cut")[0].verdict == "pass"
+
+
+def test_work_for_clients_that_left_must_end() -> None:
+    """What is held behind a storm is nothing too where every answer was made to its end for nobody."""
+    one = Completion(200, tokens=(1, 2), logprobs=(-0.1, -0.1), margins=(3.0, 3.0))
+    storm = Storm(5, one, one, {"num_requests_running": 0.0}, {"abort": 5.0, "length": 1.0, "stop": 0.0})
+    assert failed(judge.storm(storm, 0.125)) == {}
+    made = replace(storm, ends={"abort": 0.0, "length": 6.0, "stop": 0.0})
+    assert failed(judge.storm(made, 0.125)) == {"robust.storm.cut": "scheduler"}
+    silent = judge.storm(replace(storm, ends={}), 0.125)
+    assert named(silent, "robust.storm.cut")[0].verdict == "not applicable"
+
+
+def test_an_endless_request_is_for_our_own_server_alone() -> None:
+    asker = Asker(FakeServer("http://127.0.0.1:9"))
+    assert robust_soak.ENDLESS in robust_soak.bad_requests(Known(True, asker))
+    assert robust_soak.ENDLESS not in robust_soak.bad_requests(Known(False, asker))
+    asker.api = "chat"
+    assert all("prompt" not in body for body in robust_soak.bad_requests(Known(False, asker)))
+
+
+def test_what_servers_of_other_makes_mean_well_is_a_note() -> None:
+    good = {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
+
+    async def post(request: Request) -> Response:
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError):
+            body = None
+        return JSONResponse(good) if body in robust_load.LENIENT else JSONResponse({"error": {"message": "x"}}, 400)
+
+    routes = [Route("/{path:path}", post, methods=["GET", "POST", "DELETE"])]
+    with serving(World(ScriptedEngine(), Starlette(routes=routes), [])) as address:
+        found, ours = (judge.flood(robust_load.flood(asker_at(address), 40, 0, own)) for own in (False, True))
+    found = [f for f in found if not f.kind.endswith("health")]
+    assert failed(found) == {} and named(found, "robust.malformed.lenient")[0].verdict == "note"
+    assert "robust.malformed.refused" in failed(ours)
 
 
 def test_a_storm_that_changes_an_answer_fails() -> None:
@@ -256,9 +295,33 @@ def test_a_request_that_hangs_fails(tmp_path: Path) -> None:
     assert failed(judge.burst(seen, None)) == {"robust.burst.refused": "server"}
 
 
-def scaled(engine: ScriptedEngine, folder: Path) -> list[Figures]:
+def scaled(engine: ScriptedEngine, folder: Path) -> list[list[Figures]]:
     with scripted(make(engine), folder) as context:
         return robust_load.scale(context.services.shared(), known_of(context), SMALL.levels, 20.0, 0)
+
+
+def test_one_look_at_a_busy_machine_is_no_cliff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first round that falls is measured again; the medians of all rounds decide."""
+    levels = (1, 4)
+
+    def round_of(rate: float) -> Any:
+        return [SimpleNamespace(output_tok_s=100.0, errors=0), SimpleNamespace(output_tok_s=rate, errors=0)]
+
+    assert judge.falls(levels, [round_of(10)])
+    assert failed(judge.scale(levels, [round_of(10), round_of(90), round_of(95)])) == {}
+    assert failed(judge.scale(levels, [round_of(10), round_of(90), round_of(12)])) == {
+        "robust.scale.cliff": "scheduler"
+    }
+    asked: list[int] = []
+
+    def measured(*args: Any) -> Any:
+        asked.append(args[5] if len(args) > 5 else 1)
+        return [[SimpleNamespace(output_tok_s=100.0 if first else 10.0, errors=0) for first in (1, 0, 0)]] * asked[-1]
+
+    monkeypatch.setattr(robust_load, "scale", measured)
+    with scripted(make(Busy(reply=steady)), tmp_path) as context:
+        result = robustness.run(context)
+    assert asked == [1, 2] and failed(result) == {"robust.scale.cliff": "scheduler"}
 
 
 def test_throughput_that_falls_off_a_cliff_fails(tmp_path: Path) -> None:
@@ -408,7 +471,7 @@ def test_streams_of_a_killed_engine_are_told_from_whole_ones(service: tuple[Fake
 
 
 def test_a_death_that_nobody_sees_or_survives_fails() -> None:
-    told = Completion(200, "the answer ended with an error: x")
+    told = Completion(200, "the stream ended with an error: x", ended=True)
     seen = Killed([told], None, None, Difference(False, why="no answer"))
     assert failed(judge.killed(seen, 9.0)) == {"robust.killed.health": "server", "robust.killed.restart": "server"}
     other = Killed([told], 0.5, 3.0, Difference(False, why="another token"))

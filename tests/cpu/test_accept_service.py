@@ -15,10 +15,13 @@ import psutil
 import pytest
 
 from dayzero.acceptance.accept.http import Client, NoAnswer
+from dayzero.acceptance.accept.run import failed_to_run
 from dayzero.acceptance.accept.service import Servers
 from dayzero.acceptance.accept.stage import Subject
 from dayzero.acceptance.server_process import NotServing, ServerProcess
-from dayzero.errors import MachineError
+from dayzero.acceptance.stages import functional
+from dayzero.commands.serve import ServeArguments, config_of
+from dayzero.errors import EngineDead, MachineError, ModelError, UsageError
 from tests.clients.small_model import write_model
 from tests.paper.server_support import make, serving
 
@@ -57,14 +60,22 @@ def test_one_server_is_shared_private_ones_are_not_and_none_stays(model: Path, t
         assert "dayzero.engine.worker" in " ".join(psutil.Process(engine).cmdline())
         assert psutil.Process(engine).ppid() == http and psutil.Process(http).ppid() == os.getpid()
         assert Client(shared.address, shared.headers).get("/v1/models").ok
+        key = shared.headers["Authorization"].removeprefix("Bearer ")
+        assert len(key) == 32 and not any(key in " ".join(psutil.Process(pid).cmdline()) for pid in (http, engine)), (
+            "command lines are there for everybody to read"
+        )
         assert Client(shared.address).get("/v1/models").status == 401, "everybody on this machine may disturb it"
         with servers.private("--max-model-len", "64") as private:
             assert private.address != shared.address
             listed = Client(private.address, private.headers).get("/v1/models").json
             assert listed["data"][0]["max_model_len"] == 64
             pids = private.process_ids
+            assert all(gone(pid) for pid in (http, engine)), "a device may have room for one copy of a model"
         assert pids and all(gone(pid) for pid in pids)
-        assert len(list(tmp_path.glob("server-*.log"))) == 2
+        again = servers.shared()
+        assert again is not shared and Client(again.address, again.headers).get("/v1/models").ok
+        http, engine = again.process_ids
+        assert len(list(tmp_path.glob("server-*.log"))) == 3
     assert all(gone(pid) for pid in (http, engine))
     assert set(psutil.Process().children(recursive=True)) <= before
 
@@ -96,8 +107,10 @@ def test_a_server_that_died_is_told_of_once_and_replaced(servers: Servers) -> No
     first = servers.shared()
     os.kill(first.process_ids[0], signal.SIGKILL)
     assert first.stop() == -signal.SIGKILL
-    with pytest.raises(MachineError, match=r"ended with -9 while it was tested.*server-1\.log"):
+    with pytest.raises(EngineDead, match=r"ended with -9 while it was tested.*server-1\.log") as raised:
         servers.shared()
+    # what ended is the server, and nothing that this machine lacks
+    assert failed_to_run(functional.STAGE, raised.value).layer == "server"
     second = servers.shared()
     assert Client(second.address, second.headers).get("/ready").ok
 
@@ -126,6 +139,7 @@ def test_a_process_that_is_asked_to_end_takes_its_servers_along(tmp_path: Path) 
     code = f"""
 import sys, time
 from pathlib import Path
+from dayzero.acceptance.accept.run import failed_to_run
 from dayzero.acceptance.accept.service import Servers
 from dayzero.acceptance.accept.stage import Subject
 with Servers(Subject("model"), Path({str(tmp_path / "logs")!r})) as servers:
@@ -146,8 +160,9 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NobodyKnowsForCausalLM"]}')
     before = set(psutil.Process().children(recursive=True))
     with Servers(Subject(str(tmp_path)), tmp_path / "logs") as servers:
-        with pytest.raises(MachineError, match=r"NobodyKnows.*server-1\.log"):
+        with pytest.raises(ModelError, match=r"NobodyKnows.*server-1\.log") as raised:
             servers.shared()
+    assert failed_to_run(functional.STAGE, raised.value).layer == "operator"  # a recipe is lacking
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
@@ -216,3 +231,14 @@ def test_what_is_no_openai_server_is_named() -> None:
     with serving(world) as url, Servers(Subject(None, url=url), Path("nowhere")) as servers:
         with pytest.raises(MachineError, match="lists no model"):
             servers.shared()
+
+
+def test_keys_come_through_a_descriptor(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\ntwo\n")
+    arguments = ServeArguments(source="x", api_key=["zero"], api_key_fd=os.open(path, os.O_RDONLY))
+    assert config_of(arguments).api_keys == ("zero", "one", "two")
+    path.write_text("")
+    for number, said in ((os.open(path, os.O_RDONLY), "no key in it"), (9999, "cannot|no keys can be read")):
+        with pytest.raises(UsageError, match=rf"--api-key-fd {number}: .*({said})"):
+            config_of(ServeArguments(source="x", api_key_fd=number))

@@ -117,10 +117,52 @@ def test_a_loader_reads_ahead_of_what_it_writes(tmp_path: Path, monkeypatch: pyt
     assert all(torch.equal(loaded[f"p.{i}"], tensors[f"t{i}"]) for i in range(num))
 
 
-def test_an_expert_is_read_to_the_host(tmp_path: Path) -> None:
-    decl = ParamDecl("e", (3, 4, 5), "linear")
-    tensors = {f"x.{i}": seeded(4, 5, seed=i) for i in range(3)}
-    loader = make_loader(tmp_path, tensors, [decl], [Rule("x.{e}", "e[{e}]")])
-    loader.place("meta")
+def experts_of(tmp_path: Path) -> tuple[Loader, dict[str, Tensor]]:
+    """Three experts of one matrix, behind a tensor whose odd size leaves nothing aligned."""
+    decls = [ParamDecl("e", (3, 4, 5), "linear"), ParamDecl("a", (7,))]
+    tensors = {"a0": seeded(7).bfloat16(), **{f"x.{i}": seeded(4, 5, seed=i).bfloat16() for i in range(3)}}
+    return make_loader(tmp_path, tensors, decls, [Rule("x.{e}", "e[{e}]"), Rule("a0", "a")]), tensors
+
+
+def test_an_expert_comes_to_the_device_in_pieces(tmp_path: Path) -> None:
+    loader, tensors = experts_of(tmp_path)
+    staged(loader, 16)
+    begun, reads = loader.source.bytes_read, loader.source.num_reads
     got = loader.expert(["e"], 1)["e"]
-    assert isinstance(got, Tensor) and got.device == CPU and torch.equal(got, tensors["x.1"])
+    assert isinstance(got, Tensor) and torch.equal(got, tensors["x.1"].to(got.dtype))
+    assert loader.source.bytes_read - begun == 40 and loader.source.num_reads - reads == 3
+    loader.place("meta")
+    elsewhere = loader.expert(["e"], 1)["e"]
+    assert isinstance(elsewhere, Tensor) and elsewhere.is_meta
+
+
+def test_ranges_that_touch_come_with_one_read_and_are_aligned(tmp_path: Path) -> None:
+    data = torch.arange(250, dtype=torch.uint8)
+    (tmp_path / "f").write_bytes(data.numpy().tobytes())
+    source, stage = LocalSource(tmp_path), Staging(CPU, 1000, 2)
+    extents = [("f", 103, 8), ("f", 10, 6), ("f", 100, 3), ("f", 20, 0), ("f", 111, 16)]
+    got = stage.bring_together(source, extents)
+    assert [part.tolist() for part in got] == [data[first : first + size].tolist() for _, first, size in extents]
+    assert source.num_reads == 2
+    assert all(part.storage_offset() % 8 == 0 for part in got), "a view as numbers of eight bytes is possible"
+    assert got[4].view(torch.int64).shape == (2,)
+
+
+def test_buffers_are_let_go_and_made_again(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(range(200)))
+    source, stage = LocalSource(tmp_path), Staging(CPU, 16, 3)
+    assert held(stage) == 0, "none before the first read"
+    for _ in range(2):
+        stage.bring(source, "f", 0, 100)
+        assert held(stage) >= 1
+        stage.free()
+        assert held(stage) == 0
+    assert stage.bring(source, "f", 7, 20).tolist() == list(range(7, 27))
+
+
+def held(stage: Staging) -> int:
+    """Buffers there are."""
+    found = [stage._free.get() for _ in range(stage._num)]
+    for one in found:
+        stage._free.put(one)
+    return sum(one is not None for one in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from dayzero.blocks.local_cache import LocalCache
 from dayzero.blocks.stack import Forms, Stack
 from dayzero.checkpoint.source import LocalSource
 from dayzero.decl import Mxfp4
+from dayzero.engine import experts as kept_experts
 from dayzero.engine.request import SamplingParams
 from dayzero.engine.runner import LocalRunner
 from dayzero.errors import CheckpointError, UsageError
+from dayzero.ops.contract import CONTRACTS
 from dayzero.planner.experts import with_expert_inputs
 from dayzero.rehearse.twin import TwinOptions, write_twin
 from tests.cpu.engine_support import Answer, Engine, ask, prompt_ids
@@ -113,6 +116,33 @@ def test_decoded_experts_are_swapped_too(tmp_path: Path) -> None:
 def expert_bytes(twin: Path) -> int:
     probe = engine(twin, expert_bytes=1 << 30)
     return max(tier.expert_bytes for tier in probe.runner._ready.experts.tiers.values())
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_20b", "qwen3_30b_a3b"])
+def test_an_operator_over_whole_stacks_is_called_for_one_expert_after_another(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator, whose operators know nothing of experts that are fetched."""
+    twin = write(name, tmp_path)
+    want = answers(engine(twin))
+    line_of = kept_experts.chosen
+    monkeypatch.setattr(kept_experts, "chosen", lambda *given: replace(line_of(*given), target="cuda", packed=True))
+    asked: list[int] = []
+    body = CONTRACTS["moe.experts"].body
+
+    def whole(x: Tensor, ids: Tensor, weights: Tensor, gate: Any, *more: Any, **options: Any) -> Tensor:
+        assert len(gate) == 1 and isinstance(gate, Tensor | Mxfp4), "a stack of one, no experts to be fetched"
+        asked.append(len(x))
+        return body(x, ids, weights, gate, *more, **options)
+
+    apart = kept_experts._apart
+    monkeypatch.setattr(
+        kept_experts, "_apart",
+        lambda bind, sites: apart(lambda contract, site: whole if site in sites else bind(contract, site), sites),
+    )  # fmt: skip
+    served = engine(twin, expert_bytes=3 * expert_bytes(twin))
+    assert_same(answers(served), want)
+    assert asked and served.loop.progress().counters["expert_evictions"] > 0
 
 
 def test_one_expert_is_one_read_where_its_tensors_lie_together(tmp_path: Path) -> None:

@@ -251,7 +251,12 @@ def test_experts_that_are_fetched_cut_a_recording_into_pieces(tmp_path: Path) ->
     eager, recorded = pair(folder, **options)
     assert_same(recorded.run(many(4)), eager.run(many(4)))
     layers = len(recorded.runner._ready.experts.tiers)
+    eager, recorded = pair(folder, **options)
+    assert_same(recorded.run(many(3)), eager.run(many(3)))  # at size 4
+    asked = [sum(e.loop.progress().counters[f"expert_{w}"] for w in ("hits", "misses")) for e in (recorded, eager)]
+    assert asked[0] == asked[1], "no expert is asked for by a row that pads a step"
     found = counts(recorded)
+    assert found["padded_rows"] > 0
     assert layers > 1 and found["graph_replays"] == (layers + 1) * found["graph_steps"] > 0
     assert f"{layers + 1} pieces each" in dict(recorded.runner.info.table)["graphs"]
 
@@ -323,6 +328,48 @@ def test_a_step_that_cannot_be_captured_is_told_in_one_sentence(llama: Path, mon
         MachineError, match=r"3 rows cannot be captured .* stream is capturing\). Start with --graphs off"
     ):
         made.record()
+
+
+def test_an_operator_that_asks_where_a_row_stands_is_told_in_one_sentence(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dayzero.engine.load.host_sites", lambda *given: [])  # as if all of them could do without
+    with pytest.raises(MachineError, match="asks the host where a row stands .* start with --graphs off"):
+        pair(llama, debug=False)
+
+
+def test_choosing_tokens_on_the_device_is_no_time_of_the_hosts(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ticks:
+        """A mark of a device that takes a nanosecond from one mark to the next."""
+
+        made = 0
+
+        def __init__(self, device: str) -> None:
+            Ticks.made += 1
+            self.at = Ticks.made
+
+        def wait(self) -> None:
+            return
+
+        def seconds_since(self, other: Ticks) -> float:
+            return (self.at - other.at) * 1e-9
+
+    engine = Engine(llama, max_running=2, graphs="static", debug=False, run_ahead=False)
+    monkeypatch.setattr("dayzero.engine.runner.Mark", Ticks)
+    engine.runner.overlaps = True
+    result, seen = engine.runner.result, []
+
+    def watching(handle: int) -> Any:
+        got = result(handle)
+        seen.append((got.seconds - got.host_seconds) * 1e9)
+        return got
+
+    engine.runner.result = watching  # type: ignore[method-assign]
+    engine.run(many(1, SAMPLED))
+    assert seen == pytest.approx([2.0] * len(seen), abs=0.01), "the step, and the choice"
+    seen.clear()
+    engine.run(many(1, msgspec.structs.replace(SAMPLED, presence_penalty=0.5)))
+    assert seen == pytest.approx([1.0] * len(seen), abs=0.01), "the host chooses"
 
 
 class Told:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from dayzero import LLM, SamplingParams
 from dayzero.chat.conversation import Tool
-from dayzero.engine.answer import Delta
+from dayzero.engine.answer import Answer, Delta
 from dayzero.engine.client import AsyncEngine
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.launch import LaunchSpec
@@ -107,6 +108,20 @@ def test_streams_can_be_left_and_interleaved(llm: LLM) -> None:
     del unread
     llm.generate([9], params)
     assert llm.progress().running == 0 and llm.progress().counters["aborted"] >= 1
+
+
+def test_what_came_while_others_were_read_is_put_together_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that texts of many answers are not made token by token once all have been computed."""
+    params, push, pushed = SamplingParams(max_tokens=40, ignore_eos=True), Answer.push, Counter[Answer]()
+
+    def counting(self: Answer, output: Any) -> Delta:
+        pushed[self] += 1
+        return push(self, output)
+
+    monkeypatch.setattr(Answer, "push", counting)
+    found = llm.generate([[5], [6], [7]], params)
+    assert sorted(pushed.values())[:2] == [1, 1] and max(pushed.values()) > 30
+    assert [one.token_ids for one in found] == [joined(list(llm.stream([n], params)))[0] for n in (5, 6, 7)]
 
 
 def test_grammars_and_bad_ones(llm: LLM) -> None:

@@ -5,15 +5,21 @@ R rows, H query heads, K key heads, D key width, V value width.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from dayzero.cache.layout import lay_out
+from dayzero.cache.views import PoolTokens, PoolViews, device_numbers
+from dayzero.decl import CacheNeed
 from dayzero.ops import latent as latent_operators
 from dayzero.ops.bind import bind
 from dayzero.ops.cases_paged import paged_inputs
+from dayzero.ops.cuda import paged_decode, paged_prefill
 from dayzero.ops.paged import paged
 from dayzero.ops.random_inputs import Inputs
 from dayzero.view import Paged, Span
@@ -51,7 +57,9 @@ def compare(variant: str, given: dict[str, Any], bound: float = BOUND) -> None:
     assert got[0].dtype == want[0].dtype and got[1].dtype == torch.float32
 
 
-MIXED: Rows = ((3000, 1), (0, 1), (63, 1), (1023, 1), (1024, 1), (4095, 1), (100, 33), (0, 257), (640, 64), (2047, 130))
+MIXED: Rows = (
+    (3000, 1), (0, 1), (63, 1), (1023, 1), (1024, 1), (4095, 1), (100, 33), (0, 257), (640, 64), (2047, 130), (4300, 1)
+)  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "four on one of 128": {"heads": (8, 2), "widths": (128, 128)},
     "eight on one of 64, sinks": {"heads": (16, 2), "widths": (64, 64), "sinks": True},
@@ -67,6 +75,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_long_ragged_batches(variant: str, name: str) -> None:
     compare(variant, inputs(MIXED, **SHAPES[name]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_more_rows_than_a_block_has_threads(variant: str) -> None:
+    rows = tuple((7 * number % 60, 1 + (number % 9 == 4)) for number in range(300))
+    compare(variant, inputs(rows, (8, 2), (64, 64), page=16))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -89,7 +103,7 @@ def test_queries_in_float32_over_bf16_records(variant: str) -> None:
 def test_a_row_does_not_depend_on_the_rows_beside_it(variant: str, name: str) -> None:
     given = inputs(MIXED, **SHAPES[name])
     together = of(variant)(**given)
-    for number in (0, 3, 5, 7, 9):
+    for number in (0, 3, 5, 7, 9, 10):
         alone = of(variant)(**_only(given, number))
         rows = given["keys"].spans[number].rows
         assert all(torch.equal(one, both[rows]) for one, both in zip(alone, together, strict=True)), number
@@ -108,6 +122,43 @@ def _only(given: dict[str, Any], number: int) -> dict[str, Any]:
 
     out = {key: cut(value) if isinstance(value, Paged) else value for key, value in given.items()}
     return out | {"q_THD": given["q_THD"][span.rows]}
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_step_over_the_engines_pool(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of one layer among others, in blocks that lie apart; the kernels in CUDA C++ take them."""
+    needs = [CacheNeed(f"layers.{i}.{n}", (2, width), "bf16", "kv_bf16") for i in range(3) for n in ("k", "v")]
+    layout = lay_out(needs, dtype="bf16")
+    views, group = PoolViews(layout, 24, device="cuda", poison=True), layout.token_groups[0]
+    starts, counts = (0, 130, 700), (333, 65, 1)
+    pages = [-(-(start + count) // 64) for start, count in zip(starts, counts, strict=True)]
+    made = torch.Generator("cuda").manual_seed(0)
+    numbers = torch.from_numpy(device_numbers(layout, group, torch.randperm(24)[: sum(pages)].numpy())).cuda()
+    table = torch.nn.utils.rnn.pad_sequence(list(numbers.split(pages)), batch_first=True)
+    ends = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
+    start = torch.tensor(starts, dtype=torch.int32, device="cuda")
+    spans = tuple(Span(i, int(ends[i]), counts[i], starts[i]) for i in range(3))
+
+    def filled(name: str) -> Paged:
+        store = views.stores[f"layers.1.{name}"]
+        assert isinstance(store, PoolTokens)
+        for row, span in enumerate(spans):
+            for at in range(span.start + span.count):
+                record = store.rows[int(table[row, at // 64]), at % 64]
+                record.copy_(torch.randn(record.shape, generator=made, device="cuda"))
+        return Paged(store.rows, table, torch.zeros_like(start), ends, start, spans)
+
+    launched: list[str] = []
+
+    def counted(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given: launched.append(name) or function(*given))
+
+    counted(paged_decode, "decode")
+    counted(paged_prefill, "chunks")
+    q = torch.randn(sum(counts), 8, width, generator=made, device="cuda").to(BF16)
+    compare("cuda", {"q_THD": q, "keys": filled("k"), "values": filled("v"), "scale": width**-0.5})
+    assert launched == ["decode", "chunks"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

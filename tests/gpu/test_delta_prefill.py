@@ -116,3 +116,11 @@ def test_packed_rows_are_right(variant: str) -> None:
     got = bind("recurrence.paged", "test", {"recurrence.paged": variant})(**mine)
     assert relative_l2(got, want) <= BOUND
     assert relative_l2(mine["kept"].state_NHKV.nan_to_num(), given["kept"].state_NHKV.nan_to_num()) <= BOUND
+
+
+def test_longer_rows_of_the_variant_in_cuda_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dayzero.ops.triton import delta_chunk_run
+
+    monkeypatch.delattr(delta_chunk_run, "scan")
+    made_here = delta_inputs(Inputs(7), ((9, 1), (0, 130)), (2, 2), (128, 128), torch.bfloat16) | {"lower": -5.0}
+    bind("recurrence.paged", "test", {"recurrence.paged": "cuda"})(**moved(made_here, "cuda"))

@@ -68,7 +68,15 @@ def _inputs(
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     "tokens, num, chosen, width, inner",
-    [(1, 1, 1, 128, 64), (3, 7, 2, 192, 96), (65, 32, 4, 288, 320), (300, 5, 3, 256, 160), (257, 96, 16, 128, 64)],
+    [
+        (1, 1, 1, 128, 64),
+        (3, 7, 2, 192, 96),
+        (65, 32, 4, 288, 320),
+        (300, 5, 3, 256, 160),
+        (257, 96, 16, 128, 64),
+        (40, 3, 1, 1472, 2880),
+        (700, 3, 2, 1472, 704),
+    ],
 )
 def test_sizes(tokens: int, num: int, chosen: int, width: int, inner: int, packed: bool) -> None:
     given = _inputs(tokens, num, chosen, width, inner, packed=packed, activation=CLAMPED, biases=True)

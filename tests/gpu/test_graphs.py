@@ -38,14 +38,38 @@ LATENT = 32  # width of latent rows: the kernels take powers of two
 ROOT = Path(__file__).parents[2]
 START = """
 import sys
+from pathlib import Path
+from dayzero.engine.build import engine_loop
 from dayzero.engine.config import EngineConfig
+from dayzero.engine.events import Submit
 from dayzero.engine.launch import LaunchSpec
+from dayzero.engine.request import NewRequest, SamplingParams
 from dayzero.engine.runner import LocalRunner
-config = EngineConfig(dtype="bfloat16", page_tokens=16, pool_bytes=4 << 20, max_running=4)
-runner = LocalRunner(LaunchSpec(source=sys.argv[1], device="cuda", config=config))
+config = EngineConfig(
+    dtype="bfloat16", page_tokens=16, pool_bytes=4 << 20, max_running=4, max_step_tokens=100, prefix_cache=False
+)
+launch = LaunchSpec(source=sys.argv[1], device="cuda", config=config)
+runner = LocalRunner(launch)
 runner.load()
 row = dict(runner.info.table)["graphs"]
 assert not row.startswith("off"), row
+folders = Path(sys.argv[2]) / "triton", Path.home() / ".cache"
+before = {path for folder in folders for path in folder.rglob("*.cubin")}
+loop = engine_loop(launch, runner)
+words = bytes([255] * 4 * -(-runner.info.vocab // 32))
+loop._grammars.mask = lambda name: words if name == "masked" else None
+greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+drawn = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=3, ignore_eos=True)
+told = SamplingParams(presence_penalty=0.5, logprobs=2, prompt_logprobs=1, max_tokens=3, ignore_eos=True)
+asked = [[(n, f"greedy-{n}", greedy)] for n in (1, 2, 15, 16, 37, 64, 99, 100, 170)]
+asked += [[(9, "drawn", drawn)], [(9, "masked", drawn)], [(9, "told", told)], [(1, "one", greedy), (9, "two", drawn)]]
+asked.append([(n, f"many-{n}", drawn) for n in (40, 41, 42, 43, 44, 45)])
+for some in asked:
+    loop.take(Submit([NewRequest(id=name, prompt=list(range(3, 3 + n)), params=given) for n, name, given in some]))
+    while loop.busy:
+        loop.turn(wait=True)
+later = {path for folder in folders for path in folder.rglob("*.cubin")} - before
+assert not later, sorted(path.name for path in later)
 """
 
 
@@ -60,8 +84,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(folder: Path, graphs: str, **options: Any) -> Engine:
-    given = {"dtype": "bfloat16", "bindings": (), "page_tokens": PAGE, "max_running": 9, "debug": False, **options}
-    return Engine(folder, device="cuda", graphs=graphs, record=True, prefix_cache=False, **given)
+    given = {"dtype": "bfloat16", "bindings": (), "page_tokens": PAGE, "max_running": 9, "debug": False, "record": True}
+    return Engine(folder, device="cuda", graphs=graphs, prefix_cache=False, **{**given, **options})
 
 
 def captured(folder: Path, **options: Any) -> Engine:
@@ -139,7 +163,7 @@ def no_waiting() -> Iterator[None]:
 def test_the_host_waits_for_nothing_between_submission_and_result(folder: Path) -> None:
     """Submitting a recorded step and asking for its tokens, greedy and drawn."""
     torch.use_deterministic_algorithms(False)  # filling fresh memory and deterministic scatters are not the engine's
-    graph = captured(folder)
+    graph = captured(folder, record=False)  # to keep logits on the CPU is to wait for them
     runner, single = graph.runner, set()
     submit, sample = runner.submit, runner.sample
 
@@ -217,15 +241,18 @@ def test_a_recording_in_pieces() -> None:
         assert looked == [8.0, 36.0, 40.0, 164.0]
 
 
-def test_a_second_start_compiles_nothing(llama: Path, tmp_path: Path) -> None:
-    """In processes of their own, with caches of kernels of their own."""
+def test_a_second_start_compiles_nothing_and_neither_does_a_request(llama: Path, tmp_path: Path) -> None:
+    """In processes of their own, with caches of kernels of their own. Once an engine is ready it has compiled what
+    chunks of any length, drawn and masked tokens, penalties and log-probabilities take."""
     environment = {
         **os.environ, "HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton"),
         "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
     }  # fmt: skip
     seen = []
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", START, str(llama)], env=environment, check=True, cwd=ROOT)
+        command = [sys.executable, "-c", START, str(llama), str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-3000:]
         kept = [*(tmp_path / "triton").rglob("*.cubin"), *(tmp_path / ".cache").rglob("*.cubin")]
         seen.append({(path, path.stat().st_mtime_ns) for path in kept})
     assert seen[0] and seen[1] == seen[0]

@@ -15,6 +15,7 @@ from small_models import NAMES, write_small
 
 from dayzero.blocks.open import open_model
 from dayzero.checkpoint.dequant import dequantize, quantize
+from dayzero.checkpoint.staging import PIECE_BYTES
 from dayzero.decl import QUANTIZED_FORMATS, Format, Mxfp4
 
 pytestmark = pytest.mark.gpu
@@ -47,3 +48,21 @@ def test_a_format_is_decoded_to_the_same_bits(fmt: Format) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         want = dequantize(fmt, stored, (1536, 1024), dtype)
         assert torch.equal(dequantize(fmt, there, (1536, 1024), dtype).cpu(), want)
+
+
+def test_pinned_memory_is_let_go_when_all_is_loaded(tmp_path: Path) -> None:
+    folder = str(write_small("llama", tmp_path))
+    loader = open_model(folder, dtype=torch.bfloat16).loader
+    loader.place("cuda")
+    before = pinned_bytes()
+    loader.load("layers.0")
+    assert pinned_bytes() - before >= PIECE_BYTES, "the measure sees a buffer"
+    loader.rest()
+    assert pinned_bytes() <= before
+    loader.load("layers.1")
+    assert pinned_bytes() - before >= PIECE_BYTES, "what is loaded later takes it again"
+
+
+def pinned_bytes() -> int:
+    """Of pinned memory that torch holds, in use or not."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

@@ -14,7 +14,7 @@ import pytest
 from dayzero.acceptance.accept.compare import compare, compare_records
 from dayzero.acceptance.accept.digest import digest_of, outcome_of
 from dayzero.acceptance.accept.paired import RESAMPLES, binomial_p, bootstrap, holm, mcnemar
-from dayzero.acceptance.accept.record import RECORD, record_of
+from dayzero.acceptance.accept.record import RECORD, read_record, record_of
 from dayzero.acceptance.accept.show import show_comparison
 from dayzero.acceptance.files import write_json
 from dayzero.console import Console
@@ -180,12 +180,12 @@ def test_mcnemar_counts_the_discordant_pairs() -> None:
     b = [True] * 2 + [False] * 8 + [True] + [False] * 2
     got = mcnemar(a, b)
     assert (got.num_items, got.right_a, got.right_b, got.mended, got.broken) == (13, 10, 3, 1, 8)
-    assert got.p == 2 * (1 + 9) / 2**9  # P(at most 1 of 9), both sides
+    assert got.p == pytest.approx(2 * (1 + 9) / 2**9, rel=1e-12)  # P(at most 1 of 9), both sides
 
 
 def test_the_exact_binomial_by_hand() -> None:
     assert binomial_p(0, 0) == 1 and binomial_p(5, 5) == 1 and binomial_p(1, 0) == 1
-    assert binomial_p(0, 6) == binomial_p(6, 0) == 2 / 64
+    assert binomial_p(0, 6) == binomial_p(6, 0) == pytest.approx(2 / 64, rel=1e-12)
     assert math.isclose(binomial_p(4500, 5500), 1.6e-23, rel_tol=0.2)  # the normal approximation: z = 10
 
 
@@ -221,7 +221,7 @@ def test_p_values_are_adjusted_over_all_tests() -> None:
     b = {"x": {str(i): False for i in range(6)}, "y": {str(i): True for i in range(6)}}
     stages = [record(stage("functional", found("k", "pass"), samples=values)) for values in (a, b)]
     x, y = compare_records(*stages)["statistics"]
-    assert x["p"] == 2 / 64 and x["p_adjusted"] == 4 / 64 and y["p_adjusted"] == 1
+    assert [x["p"], x["p_adjusted"], y["p_adjusted"]] == pytest.approx([2 / 64, 4 / 64, 1], rel=1e-12)
 
 
 # --- files, and what is shown ----------------------------------------------------------------------------------------
@@ -244,6 +244,49 @@ def test_records_are_read_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtur
     json.dumps(done, allow_nan=False)
     with pytest.raises(UsageError, match="does not exist"):
         compare(tmp_path / "a", tmp_path / "c")
+
+
+LACKS = [
+    (("protocol",), "is no record of an acceptance"),
+    (("stages",), "is no record of an acceptance"),
+    (("protocol", "subject"), "subject"),
+    (("protocol", "machine"), "machine"),
+    (("protocol", "package"), "package"),
+    (("protocol", "left_out"), "left_out"),
+    (("subject",), "subject"),
+    (("digest",), "digest"),
+    *((("stages", 0, key), key) for key in ("name", "verdict", "counts", "seconds", "taken", "facts", "samples")),
+    (("stages", 0, "findings", 0, "claim"), "claim"),
+    (("stages", 0, "findings", 0, "evidence"), "evidence"),
+]
+
+
+@pytest.mark.parametrize(("path", "said"), LACKS, ids=lambda value: ".".join(map(str, value)) if value else "")
+@pytest.mark.parametrize("how", ["missing", "of another type"])
+def test_a_record_that_lacks_a_part_is_one_sentence(path: tuple[Any, ...], said: str, how: str, tmp_path: Path) -> None:
+    """Here, and not where somebody comes to read the part that is not there."""
+    made = record(samples(ITEMS))
+    part: Any = made
+    for key in path[:-1]:
+        part = part[key]
+    if how == "missing":
+        del part[path[-1]]
+    elif "no record" in said:
+        part[path[-1]], said = 5, path[-1]
+    else:
+        part[path[-1]] = 5 if path[-1] not in ("seconds", "evidence", "claim") else {}
+    (tmp_path / RECORD).write_text(json.dumps(made))
+    if how != "missing" and path[-1] in ("claim", "evidence"):
+        return  # what it says is for people alone
+    with pytest.raises(UsageError) as raised:
+        read_record(tmp_path)
+    text = str(raised.value)
+    assert said in text and str(tmp_path) in text and "\n" not in text and text.endswith(".")
+
+
+def test_another_recipe_is_told() -> None:
+    done = compare_records(record(), record(subject__recipe_sha256="0" * 64))
+    assert [one["what"] for one in done["differences"]] == ["recipe"]
 
 
 def test_a_changed_record_with_a_new_digest_is_compared_as_what_it_says() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from dayzero.decl import OpUse
+from dayzero.errors import UsageError
 from dayzero.hardware import HARDWARE
+from dayzero.ops.bindings import bound_uses
 from dayzero.ops.catalog import CATALOG, Line, builtin, lacking
 from dayzero.planner.bindings import choose
 from dayzero.planner.detect import processor_features
@@ -52,6 +54,16 @@ def test_options_of_the_site_count() -> None:
     assert _one("activation.glu", CPU, "bf16", kind="silu") == "native_cpu"
     assert _one("activation.glu", CPU, "bf16", kind="situ") is None
     assert _one("no.such", CPU, "bf16") is None
+
+
+def test_a_latent_that_is_no_power_of_two_wide_gets_a_variant_that_reads_it() -> None:
+    h200 = HARDWARE["h200"]
+    assert _one("attention.paged", h200, "bf16", latent=True, latent_width=512) == "cuda"
+    assert _one("attention.paged", h200, "bf16", latent=True, latent_width=384) == "tiled"
+    use = OpUse("attention.paged", "here", (("latent", True), ("latent_width", 384)))
+    for variant in ("triton", "cuda"):
+        with pytest.raises(UsageError, match=rf"here: variant '{variant}' does not fit: .*latent_width of .*not 384"):
+            bound_uses({"attention.paged": variant}, [use])
 
 
 def test_every_site_by_itself_and_an_unranked_variant_is_never_taken() -> None:

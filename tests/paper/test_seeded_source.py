@@ -104,6 +104,32 @@ def test_a_cut_that_cannot_be_is_refused(query: str, said: str) -> None:
         open_source(of("kimi_k3", query))
 
 
+@pytest.mark.parametrize(
+    ("name", "query", "said"),
+    [
+        ("gpt_oss_20b", "?experts=3", r"experts=3, but a token chooses 4 of them \(num_experts_per_tok\)"),
+        ("kimi_k3", "?experts=4", r"a token chooses \d+ of them \(num_experts_per_token\); give at least so many"),
+        ("deepseek_v32", "?experts=12", r"8 groups \(n_group\) .* multiple of 8 from 16 on"),
+        ("deepseek_v32", "?experts=8", "judged by their best two"),
+        ("deepseek_v32", "?experts=16&topk_group=3", r"out of 3 groups \(topk_group\), which then hold 6"),
+        ("gpt_oss_20b", "?experts=8&num_experts_per_tok=9", "chooses 9 of them"),
+    ],
+)
+def test_fewer_experts_than_a_token_chooses_are_refused(name: str, query: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        open_source(of(name, query))
+
+
+def test_a_choice_that_is_changed_too_can_be_smaller() -> None:
+    for name, query in (
+        ("gpt_oss_20b", "?experts=2&num_experts_per_tok=2&experts_per_token=2"),
+        ("deepseek_v32", "?experts=16"),
+    ):
+        spec = spec_of(of(name, query))
+        routers = {layer.channel.router.experts for layer in spec.layers if isinstance(layer.channel, MoE)}
+        assert routers == {int(query.split("=")[1].split("&")[0])}
+
+
 def test_lists_of_numbers_count_from_what_they_hold() -> None:
     config: dict[str, Any] = {"num_hidden_layers": 6, "full_layers": [0, 3], "sliding_layers": [1, 2, 4, 5]}
     assert cut_config(config, 4, None, {}, "x")["full_layers"] == [0, 3]

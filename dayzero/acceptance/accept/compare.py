@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dayzero.acceptance.accept.digest import HASHES, verify_digest
+from dayzero.acceptance.accept.digest import RECIPE_HASH, TEMPLATE_HASH, WEIGHT_HASHES, verify_digest
 from dayzero.acceptance.accept.paired import bootstrap, holm, mcnemar
 from dayzero.acceptance.accept.record import read_record
 from dayzero.finding import Verdict
@@ -35,6 +35,7 @@ WHY = {
     "subject": "another checkpoint or server is judged: differences may be the model's, not only the engine's",
     "profile": "the stages try other amounts: only items that both tried are paired",
     "seed": "other items were drawn: an item of one record is not that of the other",
+    "recipe": "another recipe says how the model is computed: differences may be its own",
     "template": "prompts are written otherwise: what the model is asked is not the same",
     "stages": "a stage that one record leaves out has nothing to stand beside",
     "machine": "times of one machine say nothing about those of another",
@@ -85,7 +86,9 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[dict[st
         said = ["its digest fits" if one else "its digest does not fit" for one in sound]
         yield _difference("digest", said[0], said[1])
     one, other = a["protocol"]["subject"], b["protocol"]["subject"]
-    for what, keys in (("subject", ("url", "model", *HASHES[:3])), ("template", HASHES[3:4])):
+    for what, keys in (
+        ("subject", ("url", "model", *WEIGHT_HASHES)), ("template", (TEMPLATE_HASH,)), ("recipe", (RECIPE_HASH,)),
+    ):  # fmt: skip
         odd = [key for key in keys if one.get(key) != other.get(key)]
         if odd:
             yield _difference(what, {k: one.get(k) for k in odd}, {k: other.get(k) for k in odd})

@@ -22,7 +22,9 @@ from typing import Any
 from dayzero.console import plain
 
 NOT_COVERED = frozenset({"digest", "outcome", "began", "ended", "seconds", "taken"})
-HASHES = ("config_sha256", "headers_sha256", "tokenizer_sha256", "template_sha256", "recipe_sha256")
+WEIGHT_HASHES = ("config_sha256", "headers_sha256", "tokenizer_sha256")
+TEMPLATE_HASH, RECIPE_HASH = "template_sha256", "recipe_sha256"
+HASHES = (*WEIGHT_HASHES, TEMPLATE_HASH, RECIPE_HASH)
 
 
 def canonical(value: object) -> bytes:

@@ -48,15 +48,14 @@ class Event:
 @dataclass(frozen=True)
 class Answer:
     """headers: names in lower case; of repeated ones, all values joined by a comma. Seconds are from the start of the
-    request: to its head, to the first and the last part of its body, to its end."""
+    request: to its head, to its end. arrivals: (bytes of the body that had come, seconds), one a part."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
     seconds: float
     head_seconds: float = 0.0
-    first_seconds: float = 0.0
-    last_seconds: float = 0.0
+    arrivals: tuple[tuple[int, float], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -102,13 +101,13 @@ class Client:
         began = time.monotonic()
         with self._opened(method, path, body, headers, timeout) as (response, deadline):
             head = time.monotonic() - began
-            parts, times = [], []
+            parts, arrivals, size = [], list[tuple[int, float]](), 0
             for part in _parts(response, deadline):
                 parts.append(part)
-                times.append(time.monotonic() - began)
-            first, last = (times[0], times[-1]) if times else (head, head)
+                size += len(part)
+                arrivals.append((size, time.monotonic() - began))
             seconds = time.monotonic() - began
-            return Answer(response.status, _headers(response), b"".join(parts), seconds, head, first, last)
+            return Answer(response.status, _headers(response), b"".join(parts), seconds, head, tuple(arrivals))
 
     def get(self, path: str, **more: Any) -> Answer:
         return self.request("GET", path, **more)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
+from math import exp, fsum, lgamma, log
 
 import numpy as np
 
@@ -53,9 +53,20 @@ def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> McNemar:
 
 def binomial_p(one: int, other: int) -> float:
     """Two-sided p of a split at least as uneven as ``one`` to ``other`` among fair coin throws; 1 for none at all."""
-    total, few = one + other, min(one, other)
-    tail = sum(comb(total, k) for k in range(few + 1))
-    return min(1.0, 2 * tail / 2**total) if total else 1.0
+    return min(1.0, 2 * tail(min(one, other), one + other, 0.5, above=False))
+
+
+def tail(count: int, total: int, chance: float, above: bool) -> float:
+    """Chance that of ``total`` draws ``count`` or more (above), or ``count`` or fewer, are of a kind that has
+    ``chance``: a tail of the binomial distribution, its terms by logarithms of factorials."""
+    if not 0 < chance < 1:
+        sure = total if chance >= 1 else 0
+        return float(sure >= count if above else sure <= count)
+    logs = [
+        lgamma(total + 1) - lgamma(k + 1) - lgamma(total - k + 1) + k * log(chance) + (total - k) * log(1 - chance)
+        for k in (range(count, total + 1) if above else range(count + 1))
+    ]
+    return min(1.0, fsum(exp(value) for value in logs))
 
 
 def bootstrap(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Bootstrap:
@@ -71,8 +82,8 @@ def bootstrap(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Bootstra
         for start in range(0, RESAMPLES, at_once):
             count = min(at_once, RESAMPLES - start)
             means.append(gaps[draw.integers(len(gaps), size=(count, len(gaps)))].mean(axis=1))
-        tail = 100 * (1 - LEVEL) / 2
-        low, high = (float(value) for value in np.percentile(np.concatenate(means), [tail, 100 - tail]))
+        out = 100 * (1 - LEVEL) / 2
+        low, high = (float(value) for value in np.percentile(np.concatenate(means), [out, 100 - out]))
     return Bootstrap(len(gaps), float(first.mean()), float(second.mean()), float(gaps.mean()), low, high)
 
 

@@ -18,13 +18,14 @@ from __future__ import annotations
 import hashlib
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import filter as matching
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import dayzero
+from dayzero.acceptance.accept.cards import card_of
 from dayzero.acceptance.accept.digest import sha256_of
 from dayzero.acceptance.accept.http import Client
 from dayzero.acceptance.accept.registry import left_out
@@ -205,12 +206,5 @@ def _card(subject: Subject) -> dict[str, Any] | None:
     assert subject.url is not None
     headers = {"Authorization": f"Bearer {subject.api_key}"} if subject.api_key else {}
     listed = Client(subject.url, headers, ASK_SECONDS).get("/v1/models").json
-    for card in _cards(listed):
-        if subject.model in (None, card.get("id")):
-            return {key: value for key, value in card.items() if key not in ("created", "permission")}
-    return None
-
-
-def _cards(listed: Any) -> Iterator[dict[str, Any]]:
-    data = listed.get("data") if isinstance(listed, dict) else None
-    yield from (card for card in (data if isinstance(data, list) else ()) if isinstance(card, dict))
+    card = card_of(listed, subject.model)
+    return {key: value for key, value in card.items() if key not in ("created", "permission")} or None

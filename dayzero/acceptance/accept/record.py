@@ -19,13 +19,53 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dayzero.acceptance.accept.digest import digest_of, outcome_of
 from dayzero.errors import UsageError
 from dayzero.finding import VERDICTS, Finding, Verdict, worst
 
 SCHEMA = 1
 RECORD = "record.json"
-KEYS = ("verdict", "subject", "profile", "seed", "counts", "protocol", "stages", "digest", "outcome")
+
+
+class StageEntry(msgspec.Struct):
+    """What every stage of a record has."""
+
+    name: str
+    title: str
+    verdict: str
+    counts: dict[str, int]
+    began: str
+    seconds: float
+    taken: bool
+    findings: list[dict[str, Any]]
+    figures: list[dict[str, Any]]
+    facts: dict[str, Any]
+    samples: dict[str, dict[str, float | bool]]
+
+
+class Protocol(msgspec.Struct):
+    """What of a protocol is read again; the rest is for people."""
+
+    package: dict[str, Any]
+    machine: dict[str, Any]
+    subject: dict[str, Any]
+    left_out: list[str]
+
+
+class Record(msgspec.Struct):
+    """What a record must have to be shown or compared. Further keys are left alone."""
+
+    verdict: str
+    subject: dict[str, Any]
+    profile: str
+    seed: int
+    counts: dict[str, int]
+    protocol: Protocol
+    stages: list[StageEntry]
+    digest: str
+    outcome: str
 
 
 def findings_of(entries: Iterable[Mapping[str, Any]]) -> list[Finding]:
@@ -93,10 +133,14 @@ def read_record(where: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON, so no record: {str(error)[:120]}.") from error
-    if not isinstance(record, dict) or any(key not in record for key in KEYS):
+    if not isinstance(record, dict) or "stages" not in record or "protocol" not in record:
         raise UsageError(f"{path} is no record of an acceptance; give the {RECORD} that dayzero accept wrote.")
     if record.get("schema") != SCHEMA:
         raise UsageError(f"{path} has schema {record.get('schema')}, this version reads {SCHEMA}; accept anew.")
+    try:
+        msgspec.convert(record, Record)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{path} is damaged: {error}; accept anew, or give the file as it was written.") from error
     try:
         all_findings(record)
     except (KeyError, TypeError, AssertionError) as error:

@@ -25,7 +25,8 @@ from dayzero.acceptance.accept.stage import (
     StageResult,
     Subject,
 )
-from dayzero.acceptance.files import write_json, write_whole
+from dayzero.acceptance.files import write_json
+from dayzero.checkpoint.files import write_whole
 from dayzero.console import Bar, ProgressFactory, duration_text, no_progress
 from dayzero.errors import (
     CheckpointError,

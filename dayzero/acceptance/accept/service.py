@@ -12,11 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dayzero.acceptance.accept.cards import names_of
 from dayzero.acceptance.accept.http import Client, NoAnswer
 from dayzero.acceptance.accept.stage import RunningServer, Subject
+from dayzero.acceptance.load.target import refusal_of
 from dayzero.acceptance.server_process import NotServing, ServerProcess
 from dayzero.console import ProgressFactory, clean, no_progress
-from dayzero.errors import MachineError
+from dayzero.errors import EngineDead, MachineError, UserError
 
 START_SECONDS = 2 * 3600.0  # large checkpoints over a network take most of an hour
 POLL_SECONDS = 0.25
@@ -65,7 +67,7 @@ class Servers:
     """Implements Services; a context that ends whatever it started, also when this process is asked to end: within it
     SIGTERM interrupts as Ctrl-C does, unless somebody handles it already.
 
-    folder: gets the servers' logs. A shared server that has died is told of once, by MachineError, and started anew for
+    folder: gets the servers' logs. A shared server that has died is told of once, by EngineDead, and started anew for
     the stage behind it.
     """
 
@@ -101,12 +103,13 @@ class Servers:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def shared(self) -> RunningServer:
-        """Errors: MachineError with the server's last words, or what a foreign one answered."""
+        """Errors: EngineDead with the last words of one that ended while it was tested; what one that did not become
+        ready ended of, MachineError where it does not say; MachineError with what a foreign one answered."""
         found = self._shared
         if isinstance(found, OwnServer) and found.process.exit_code is not None:
             self._shared = None
             self._end(found.process)
-            raise MachineError(
+            raise EngineDead(
                 f"the server ended with {found.process.exit_code} while it was tested: {found.process.last_words()}; "
                 f"its log is {found.process.log}."
             )
@@ -116,9 +119,12 @@ class Servers:
 
     @contextlib.contextmanager
     def private(self, *options: str) -> Iterator[RunningServer]:
-        """As Services has it. Errors: MachineError as ``shared``; RuntimeError where servers are not started here."""
+        """As Services has it. Errors: those of ``shared``; RuntimeError where servers are not started here."""
         if not self.own:
             raise RuntimeError("a foreign server cannot be started with other options")
+        if isinstance(self._shared, OwnServer):
+            process, self._shared = self._shared.process, None
+            self._end(process)
         server = self._start(options)
         try:
             yield server
@@ -132,17 +138,19 @@ class Servers:
         subject = self._subject
         if subject.source is None:
             raise MachineError("there is neither a checkpoint to serve nor the address of a server; give one of them.")
-        arguments = [subject.source, "--api-key", self._key]
+        arguments = [subject.source]
         arguments += ["--served-model-name", subject.model] if subject.model else []
         arguments += ["--recipe", subject.recipe] if subject.recipe else []
         self._folder.mkdir(parents=True, exist_ok=True)
         log = next(path for n in range(1, 10_000) if not (path := self._folder / f"server-{n}.log").exists())
-        process = ServerProcess([*arguments, *subject.serve, *options], log)
+        process = ServerProcess([*arguments, *subject.serve, *options], log, key=self._key)
         self._running.append(process)
         try:
             address = self._ready(process)
         except NotServing as error:
-            raise MachineError(f"{error}; the server's log is {log}.") from error
+            why = refusal_of(error)
+            kind = type(why) if isinstance(why, UserError) else MachineError
+            raise kind(f"{error}; the server's log is {log}.") from error
         finally:
             if not process.told:
                 self._end(process)
@@ -176,7 +184,7 @@ class Servers:
             raise MachineError(f"no server answers at {where}; start it, or mend the address. ({error})") from error
         if not answer.ok:
             raise MachineError(f"{where}/v1/models answered {answer.said}; check the address and the key.")
-        model = self._subject.model or _first_model(answer.json)
+        model = self._subject.model or next(iter(names_of(answer.json)), None)
         if model is None:
             raise MachineError(
                 f"{where}/v1/models lists no model; it is no OpenAI-compatible server, or it serves none."
@@ -186,10 +194,3 @@ class Servers:
 
 def _interrupted(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def _first_model(listed: object) -> str | None:
-    cards = listed.get("data") if isinstance(listed, dict) else None
-    first = cards[0] if isinstance(cards, list) and cards else None
-    name = first.get("id") if isinstance(first, dict) else None
-    return name if isinstance(name, str) and name else None

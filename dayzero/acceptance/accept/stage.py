@@ -67,11 +67,13 @@ class Services(Protocol):
     def shared(self) -> RunningServer:
         """The one that all stages share; started at the first call. Do no lasting harm to it.
 
-        Errors: MachineError with the server's last words when it does not become ready.
+        Errors: EngineDead with its last words when it has ended while it was tested; what it ended of when it does not
+        become ready.
         """
 
     def private(self, *options: str) -> AbstractContextManager[RunningServer]:
-        """One of the caller's own, with more options of ``dayzero serve``; ended when the context is left."""
+        """One of the caller's own, with more options of ``dayzero serve``; ended when the context is left. The shared
+        one is ended before, and starts anew when it is asked for: a device may have room for one copy of a model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dayzero.acceptance.accept.cards import names_of
 from dayzero.acceptance.accept.http import Client, NoAnswer
 from dayzero.acceptance.doctor.diagnosis import Diagnosis, Placed, Target, diagnose
 from dayzero.acceptance.doctor.rules import SERVICE
@@ -31,7 +32,7 @@ def _asked(client: Client) -> list[Finding]:
         return [*found, _fail("key", "it accepts the key", listed.said, 200, "Give --api-key.")]
     if listed.status == 503:
         return [*found, _fail("ready", "its engine is ready", listed.said, 200, LOG)]
-    names = _names(listed.json)
+    names = names_of(listed.json)
     if not listed.ok or not names:
         return [*found, _fail("models", "it lists a model", listed.said, "a list with one id or more", LOG)]
     found.append(Finding("server.models", "server", "pass", "it lists a model", ", ".join(names)))
@@ -52,12 +53,6 @@ def _completion(client: Client, model: str) -> Finding:
     if answer.ok and isinstance(choices, list) and choices:
         return Finding("server.answers", "server", "pass", claim, f"{answer.seconds:.2f} s")
     return _fail("answers", claim, answer.said, "200 and a choice", LOG)
-
-
-def _names(listed: object) -> list[str]:
-    data = listed.get("data") if isinstance(listed, dict) else None
-    cards = data if isinstance(data, list) else []
-    return [str(card["id"]) for card in cards if isinstance(card, dict) and card.get("id")]
 
 
 def _fail(kind: str, claim: str, measured: str, bound: object, remedy: str) -> Finding:

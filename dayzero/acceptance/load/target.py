@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from dayzero.acceptance.accept.cards import cards_of
 from dayzero.acceptance.load.streamed import Served, refusal_text
 from dayzero.acceptance.load.wire import Address, Pool
 from dayzero.acceptance.server_process import NotServing, ServerProcess
@@ -49,8 +50,8 @@ async def look(pool: Pool) -> Served:
         status, body = await pool.get("/v1/models")
         if status != 200:
             raise UsageError(f"{where}/v1/models answered {status}: {refusal_text(body)}")
-        cards = msgspec.json.decode(body)["data"]
-        model, own = str(cards[0]["id"]), cards[0].get("owned_by") == "dayzero"
+        card = cards_of(msgspec.json.decode(body))[0]
+        model, own = str(card["id"]), card.get("owned_by") == "dayzero"
         vocab, special = await _vocabulary(pool) if own else (None, frozenset[int]())
     except OSError as error:
         raise UsageError(f"{where}: no server answers there: {error}") from error
@@ -98,12 +99,13 @@ async def served(
             seconds = time.perf_counter() - process.began
             yield Started(Address.parse(address), process.began, seconds, process.pid, facts)
         except NotServing as error:
-            raise _refusal(error) from None
+            raise refusal_of(error) from None
         finally:
             process.end(STOP_SECONDS)
 
 
-def _refusal(error: NotServing) -> Exception:
+def refusal_of(error: NotServing) -> Exception:
+    """What the server itself said that it ended of, as the error of that kind; ``error`` where it said nothing."""
     said = error.said
     if said.get("exit_code") in KINDS:
         kind = CheckpointError if said.get("kind") in ("CheckpointError", "ConfigError") else KINDS[said["exit_code"]]

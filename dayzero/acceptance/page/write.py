@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from dayzero.acceptance.files import write_whole
 from dayzero.acceptance.page.reading import ORDER, UNKNOWN, WORST_FIRST, Item, Report, StagePart, counted, read
 from dayzero.acceptance.page.svg import el, rect
+from dayzero.checkpoint.files import write_whole
 from dayzero.units import counted as counted_noun
 
 PAGE = "index.html"

@@ -31,7 +31,8 @@ def _panel(axes: Any, phase: PhaseReport) -> None:
     if others:
         bars.append((f"{len(others)} others", sum(r.seconds for r in others), sum(r.floor for r in others)))
     between = max(0.0, step - phase.operators)
-    bars.append(("between operators, and the host", between, 0.0))
+    rest = "kernels of no operator" if measured.timed == "kernels" else "between operators, and the host"
+    bars.append((rest, between, 0.0))
     places = range(len(bars))
     axes.barh(places, [seconds * 1e3 for _, seconds, _ in bars], color="C0", alpha=0.35, label="measured")
     axes.barh(places, [min(floor, s) * 1e3 for _, s, floor in bars], color="C0", label="floor by this run's ceilings")

@@ -15,11 +15,17 @@ from dayzero.engine.expert_choice import FLOOR, Evenness
 from dayzero.engine.profiling.measure import Measured
 from dayzero.finding import Finding, Verdict, worst
 from dayzero.hardware import Hardware
-from dayzero.ops.catalog import REFERENCE, Catalog
+from dayzero.ops.bindings import variant_at
+from dayzero.ops.catalog import Catalog
 from dayzero.planner.next_bindings import Untried, untried
 
 SCHEMA = 1
 LEAST_ACCOUNTED = 0.9
+_REST = {  # where the time is that no operator took
+    "kernels": "the rest is in kernels and copies that no operator launched: glue of blocks, inputs, the sampler",
+    "marks": "the rest lies between operators: the host, copies, glue of blocks; see its share",
+    "clock": "the rest lies between operators: the host, copies, glue of blocks; see its share",
+}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -88,13 +94,20 @@ class PhaseReport:
         """Of a step as served, what the device was not busy with."""
         return max(0.0, 1 - self.measured.device_seconds / self.measured.step_seconds)
 
+    @property
+    def idle_share(self) -> float | None:
+        """Of a step as served, in which no kernel ran; None where kernels are not recorded."""
+        busy = self.measured.busy_seconds
+        return None if busy is None else max(0.0, 1 - busy / self.measured.step_seconds)
+
     def to_json(self) -> dict[str, Any]:
         m = self.measured
         return {
             "phase": m.phase.name, "decode": m.phase.decode, "requests": m.phase.rows, "tokens": m.phase.tokens,
             "tokens_a_step": m.tokens, "steps": m.num_steps, "step_seconds": m.step_seconds,
             "tokens_per_second": m.tokens / m.step_seconds, "device_seconds": m.device_seconds,
-            "looked_at_seconds": m.looked_at_seconds,
+            "looked_at_seconds": m.looked_at_seconds, "timed_by": m.timed, "busy_seconds": m.busy_seconds,
+            "idle_share": self.idle_share,
             "operator_seconds": self.operators, "floor_seconds": self.floor, "accounted": self.accounted,
             "host_share": self.host_share, "launches": m.launches, "recorded_pieces": m.replays,
             "spec_flops": self.spec_flops, "expert_choice": m.evenness, "operators": self.rows,
@@ -178,7 +191,7 @@ class Reporter:
         )  # fmt: skip
 
     def _variant(self, contract: str, site: str) -> str:
-        return self._bindings.get(f"{contract}@{site}", REFERENCE)
+        return variant_at(contract, site, self._bindings)
 
 
 def findings_of(report: ProfileReport, made: bool) -> list[Finding]:
@@ -197,7 +210,7 @@ def _accounted(phase: PhaseReport) -> Finding:
         "profile.accounted", "operator", "pass" if good else "note",
         f"{phase.measured.phase.name}: operators add up to the step",
         f"{phase.accounted:.0%} of {phase.measured.looked_at_seconds * 1e3:.3g} ms", f"{LEAST_ACCOUNTED:.0%}",
-        remedy="" if good else "the rest lies between operators: the host, copies, glue of blocks; see its share",
+        remedy="" if good else _REST[phase.measured.timed],
     )  # fmt: skip
 
 

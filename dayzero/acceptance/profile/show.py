@@ -8,6 +8,11 @@ from dayzero.units import counted
 
 COLUMNS = ("operator", "sites", "variant", "calls", "ms", "of step", "floor ms", "by", "at floor", "recoverable ms")
 MOST_ROWS = 12  # of a table, unless all are asked for
+LOOKED = {
+    "kernels": "kernels of an eager step {ms:.4g} ms, of operators: {share:.0%} ({operators:.4g} ms)",
+    "marks": "with operators timed {ms:.4g} ms, accounted for: {share:.0%} ({operators:.4g} ms in operators)",
+    "clock": "with operators timed {ms:.4g} ms, accounted for: {share:.0%} ({operators:.4g} ms in operators)",
+}
 HOT = 0.02  # of a step: what to try next is told of operators above it
 
 
@@ -18,11 +23,12 @@ def show(report: ProfileReport, console: Console) -> None:
     )
     console.line(f"ceilings of this run: copy {report.ceilings['copy'] / 1e9:.4g} GB/s, {rates}")
     for phase in report.phases:
-        _show_phase(phase, console)
+        show_phase(phase, console)
     console.findings(report.findings, report.verdict)
 
 
-def _show_phase(phase: PhaseReport, console: Console) -> None:
+def show_phase(phase: PhaseReport, console: Console) -> None:
+    """What was measured of one phase, and its hotspots."""
     m = phase.measured
     console.line(
         f"{m.phase.name}: {m.step_seconds * 1e3:.4g} ms a step, {m.tokens / m.step_seconds:,.1f} tokens a second; "
@@ -34,13 +40,22 @@ def _show_phase(phase: PhaseReport, console: Console) -> None:
     ]
     if m.launches is not None:
         parts.append(f"{m.launches:,} launches of an eager step")
-    parts.append(
-        f"with operators timed {m.looked_at_seconds * 1e3:.4g} ms, accounted for: {phase.accounted:.0%} "
-        f"({phase.operators * 1e3:.4g} ms in operators)"
-    )
+    looked = LOOKED[m.timed]
+    parts.append(looked.format(ms=m.looked_at_seconds * 1e3, share=phase.accounted, operators=phase.operators * 1e3))
     if m.evenness is not None:
         parts.append(f"expert choice: {m.evenness.text()}")
     console.line("; ".join(parts))
+    if m.busy_seconds is not None and phase.idle_share is not None:
+        idle = m.step_seconds - m.busy_seconds
+        console.line(
+            f"idle {phase.idle_share:.0%}: kernels run for {m.busy_seconds * 1e3:.4g} ms of a step as served, none for "
+            f"{max(0.0, idle) * 1e3:.4g} ms"
+        )
+    if m.timed == "marks":
+        console.line(
+            "times of operators are the device's between calls, gaps of the host in them: nobody records kernels here "
+            "(CUPTI)"
+        )
     rows = phase.rows if console.show_all else phase.rows[:MOST_ROWS]
     left = len(phase.rows) - len(rows)
     title = "hotspots, by time above the floor" + (f" (the first {len(rows)} of {len(phase.rows)})" if left else "")

@@ -19,6 +19,10 @@ class Malformed(Exception):
     """An answer with status 200 that is not what its API has. The sentence says where."""
 
 
+class Ended(Malformed):
+    """A stream that ended with an error object: half an answer, and the server says so."""
+
+
 class Refused(Exception):
     """An answer with another status."""
 
@@ -85,21 +89,25 @@ class Choice:
 
 @dataclass(frozen=True)
 class Usage:
+    """Counts as they were told. total: None where none is."""
+
     prompt: int
     completion: int
-    total: int
+    total: int | None = None
     cached: int | None = None
     reasoning: int | None = None
 
 
 @dataclass(frozen=True)
 class Reply:
-    """choices: by index. usage: None where a stream told none. prompt_ids: None where none were given."""
+    """choices: by index. usage: None where none was told. prompt_ids: None where none were given. prompt_scores: what
+    ``prompt_logprobs`` asks for, as it came: one entry a token of the prompt; None where none were given."""
 
     answer: Answer
     choices: list[Choice]
     usage: Usage | None
     prompt_ids: list[int] | None = None
+    prompt_scores: list[Any] | None = None
 
     @property
     def one(self) -> Choice:
@@ -113,14 +121,20 @@ class Reply:
 
 
 def usage_of(value: Any) -> Usage:
-    cached = value.get("prompt_tokens_details") if isinstance(value, dict) else None
-    spent = value.get("completion_tokens_details") if isinstance(value, dict) else None
+    """Malformed where a count is missing or none; the details may be left out."""
+
+    def count(*path: str) -> int | None:
+        try:
+            return at(value, *path, kind=int)
+        except Malformed:
+            return None
+
     return Usage(
         at({"usage": value}, "usage", "prompt_tokens", kind=int),
         at({"usage": value}, "usage", "completion_tokens", kind=int),
-        at({"usage": value}, "usage", "total_tokens", kind=int),
-        cached.get("cached_tokens") if isinstance(cached, dict) else None,
-        spent.get("reasoning_tokens") if isinstance(spent, dict) else None,
+        count("total_tokens"),
+        count("prompt_tokens_details", "cached_tokens"),
+        count("completion_tokens_details", "reasoning_tokens"),
     )
 
 
@@ -136,26 +150,28 @@ def whole(answer: Answer, api: Api) -> Reply:
         one.finish = at(part, "finish_reason", kind=str)
         if api == "chat" and one.role is None:
             raise Malformed("the answer.choices[].message.role is missing")
-    return Reply(answer, _in_order(choices), usage_of(at(body, "usage", kind=dict)), _prompt_ids(body))
+    usage = usage_of(body["usage"]) if body.get("usage") is not None else None
+    return Reply(answer, _in_order(choices), usage, _of_prompt(body, "token_ids"), _of_prompt(body, "logprobs"))
 
 
 def streamed(answer: Answer, api: Api) -> Reply:
-    """The chunks of a stream, put together. Refused; Malformed, also for an error within the stream."""
+    """The chunks of a stream, put together. Refused; Malformed, and Ended for an error within the stream."""
     if not answer.ok:
         raise Refused(answer)
     choices: dict[int, Choice] = {}
-    usage, prompt_ids = None, None
+    usage, prompt_ids, scores = None, None, None
     for chunk in answer.chunks:
         if chunk.get("error"):
-            raise Malformed(f"the stream holds an error: {str(chunk['error'])[:200]}")
+            raise Ended(f"the stream ended with an error: {str(chunk['error'])[:200]}")
         if isinstance(chunk.get("usage"), dict):
             usage = usage_of(chunk["usage"])
-        prompt_ids = prompt_ids or _prompt_ids(chunk)
+        prompt_ids = prompt_ids or _of_prompt(chunk, "token_ids")
+        scores = scores or _of_prompt(chunk, "logprobs")
         for part in at(chunk, "choices", kind=list):
             one = choices.setdefault(at(part, "index", kind=int), Choice(part["index"]))
             _grow(one, part, api, "delta")
-            one.finish = part.get("finish_reason") or one.finish
-    return Reply(answer, _in_order(choices), usage, prompt_ids)
+            one.finish = _text(part, "finish_reason") or one.finish
+    return Reply(answer, _in_order(choices), usage, prompt_ids, scores)
 
 
 def _in_order(choices: Mapping[int, Choice]) -> list[Choice]:
@@ -164,11 +180,12 @@ def _in_order(choices: Mapping[int, Choice]) -> list[Choice]:
     return [choices[index] for index in sorted(choices)]
 
 
-def _prompt_ids(body: Mapping[str, Any]) -> list[int] | None:
-    found = body.get("prompt_token_ids")
+def _of_prompt(body: Mapping[str, Any], name: str) -> list[Any] | None:
+    """``prompt_NAME``, which stands in the answer or in its first choice."""
+    found = body.get(f"prompt_{name}")
     if found is None and isinstance(body.get("choices"), list) and body["choices"]:
         first = body["choices"][0]
-        found = first.get("prompt_token_ids") if isinstance(first, dict) else None
+        found = first.get(f"prompt_{name}") if isinstance(first, dict) else None
     return found if isinstance(found, list) and found else None
 
 
@@ -179,16 +196,17 @@ def _grow(one: Choice, part: Any, api: Api, key: str) -> None:
         new = _legacy_scores(part.get("logprobs"))
     else:
         message = at(part, key, kind=dict)
-        one.role = message.get("role") or one.role
+        one.role = _text(message, "role") or one.role
         one.text += _text(message, "content")
         # two names of one thing; where both are given they are equal
         one.reasoning += _text(message, "reasoning_content") or _text(message, "reasoning")
-        _grow_calls(one, message.get("tool_calls") or [], key == "delta")
+        calls = at(message, "tool_calls", kind=list) if message.get("tool_calls") else []
+        _grow_calls(one, calls, key == "delta")
         new = _chat_scores(part.get("logprobs"))
     if new is not None:
         one.scores = [*(one.scores or []), *new]
     if isinstance(part.get("token_ids"), list):
-        one.ids = [*(one.ids or []), *part["token_ids"]]
+        one.ids = [*(one.ids or []), *(at(part, "token_ids", i, kind=int) for i in range(len(part["token_ids"])))]
 
 
 def _text(message: Mapping[str, Any], key: str) -> str:
@@ -200,18 +218,18 @@ def _text(message: Mapping[str, Any], key: str) -> str:
 
 def _grow_calls(one: Choice, parts: Iterable[Any], delta: bool) -> None:
     for number, part in enumerate(parts):
+        if not isinstance(part, dict):
+            raise Malformed(f"tool_calls[{number}] is {str(part)[:60]!r}, no object")
         index = at(part, "index", kind=int) if delta else number
-        if index > len(one.calls):
+        if index < 0 or index > len(one.calls):
             raise Malformed(f"tool_calls index {index} comes before index {len(one.calls)}")
         if index == len(one.calls):
             one.calls.append(ToolCall())
-        call, function = one.calls[index], part.get("function") or {}
-        call.id += part.get("id") or ""
-        call.name += function.get("name") or ""
-        arguments = function.get("arguments") or ""
-        if not isinstance(arguments, str):
-            raise Malformed("tool_calls[].function.arguments is no text")
-        call.arguments += arguments
+        call = one.calls[index]
+        function = at(part, "function", kind=dict) if part.get("function") else {}
+        call.id += _text(part, "id")
+        call.name += _text(function, "name")
+        call.arguments += _text(function, "arguments")
 
 
 def _number(value: Any) -> float:
@@ -220,9 +238,13 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _key(entry: Mapping[str, Any]) -> tuple[int, ...] | str:
-    data = entry.get("bytes")
-    return tuple(data) if isinstance(data, list) else at(entry, "token", kind=str)
+def _key(entry: Any) -> tuple[int, ...] | str:
+    data = entry.get("bytes") if isinstance(entry, dict) else None
+    if not isinstance(data, list):
+        return at(entry, "token", kind=str)
+    if not all(type(byte) is int and 0 <= byte < 256 for byte in data):
+        raise Malformed(f"the bytes of a token are {str(data)[:60]}")
+    return tuple(data)
 
 
 def _chat_scores(value: Any) -> list[Score] | None:
@@ -231,8 +253,9 @@ def _chat_scores(value: Any) -> list[Score] | None:
     out = []
     for entry in value["content"]:
         own = _number(at(entry, "logprob", kind=(int, float)))
-        top = entry.get("top_logprobs") or []
-        out.append(Score(_key(entry), own, tuple((_key(one), _number(one.get("logprob"))) for one in top)))
+        top = at(entry, "top_logprobs", kind=list) if entry.get("top_logprobs") else []
+        pairs = tuple((_key(one), _number(at(one, "logprob", kind=(int, float)))) for one in top)
+        out.append(Score(_key(entry), own, pairs))
     return out
 
 
@@ -240,12 +263,14 @@ def _legacy_scores(value: Any) -> list[Score] | None:
     """Of /v1/completions. The first token of an echoed prompt, which nothing predicts, is left out."""
     if not isinstance(value, dict) or not isinstance(value.get("token_logprobs"), list):
         return None
-    tokens, tops = at(value, "tokens", kind=list), value.get("top_logprobs") or []
+    tokens = at(value, "tokens", kind=list)
+    tops = at(value, "top_logprobs", kind=list) if value.get("top_logprobs") else []
     out = []
     for number, own in enumerate(value["token_logprobs"]):
         if own is None and number == 0:
             continue
-        found = tops[number] if number < len(tops) else None
-        top = tuple((text, _number(each)) for text, each in (found or {}).items())
-        out.append(Score(str(tokens[number]), _number(own), tuple(sorted(top, key=lambda pair: -pair[1]))))
+        found = at(tops, number, kind=dict) if number < len(tops) and tops[number] is not None else {}
+        top = tuple((text, _number(each)) for text, each in found.items())
+        key = at(tokens, number, kind=str)
+        out.append(Score(key, _number(own), tuple(sorted(top, key=lambda pair: -pair[1]))))
     return out

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from dayzero.acceptance.accept.cards import capabilities_of, card_of
 from dayzero.acceptance.accept.http import Answer, Client, NoAnswer
 from dayzero.acceptance.accept.stage import Context, Profile, RunningServer, StageResult, Subject
-from dayzero.acceptance.stages.answers import PATHS, Api, Malformed, Refused, Reply, at, streamed, whole
+from dayzero.acceptance.stages.answers import PATHS, Api, Choice, Malformed, Refused, Reply, at, streamed, whole
+from dayzero.acceptance.stages.ties import bound_of
 from dayzero.console import ProgressFactory
+from dayzero.errors import UserError
 from dayzero.finding import Finding, Verdict
 
 OWNER = "dayzero"
-SHAPELESS = (AttributeError, IndexError, KeyError, TypeError)  # of whoever reads what a foreign server may send
+# Of whoever reads what a foreign server may send; a UserError is a ValueError too, and is never one of these.
+SHAPELESS = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 REFUSALS = (400, 404, 405, 415, 422, 501)  # how servers say that they do not offer something
 NEEDED: Mapping[Api, str] = {"chat": "chat", "completions": "tokenizer"}  # capabilities of a card
+QUESTION = "What is 2 + 2?"
+A_FEW = 24  # tokens that show whether a model reasons before it answers
+MOST_THINKING, THINKING_SECONDS = 2048, 20.0  # that are waited for, to see how long it reasons
+LAYER_OF_CODE = {"nan_logits": "operator"}  # errors that say themselves whose fault they are
 SERVER_LOG = "See the server's log for this request."
 # A server takes what a request leaves out from the checkpoint's generation_config.json, whose cuts are not the softmax.
 # A foreign one is told of the field that all of them know; it may refuse the others.
@@ -38,7 +47,7 @@ class Ask:
     ) -> None:
         self.client = Client(server.address, server.headers, timeout)
         self.model, self.subject, self.profile, self.seed = server.model, subject, profile, seed
-        self.card = self._card()
+        self.card = card_of(self.client.get("/v1/models").json, self.model)
         self.ours = self.card.get("owned_by") == OWNER
         self.why_not: dict[Api, str] = {}
         for api in PATHS:
@@ -47,12 +56,6 @@ class Ask:
                 self.why_not[api] = f"{PATHS[api]} answered {answer.said}"
         self.ids = self._takes("return_token_ids") is not None
         self.ignores_stops = self._takes("ignore_eos") is not None
-
-    def _card(self) -> dict[str, Any]:
-        listed = self.client.get("/v1/models").json
-        cards = listed.get("data") if isinstance(listed, dict) else None
-        named = [card for card in cards or [] if isinstance(card, dict) and card.get("id") == self.model]
-        return named[0] if named else {}
 
     def _takes(self, name: str) -> Reply | None:
         """An answer with this further field; None where it is refused, or token ids are asked for and do not come."""
@@ -79,8 +82,36 @@ class Ask:
 
     def promises(self, capability: str) -> bool | None:
         """Of a server of this package, whether it says that it has it; None: it does not say."""
-        found = self.card.get("capabilities")
-        return bool(found[capability]) if self.ours and isinstance(found, dict) and capability in found else None
+        found = capabilities_of(self.card)
+        return bool(found[capability]) if self.ours and capability in found else None
+
+    @property
+    def rounding(self) -> float:
+        """How far this server's log-probabilities may lie apart by arithmetic alone, in nat (``ties.bound_of``)."""
+        packed = any(word.partition("=")[0] == "--cache" for word in self.subject.serve)  # rounds more than logits
+        return bound_of("" if packed else str(self.card.get("dtype") or ""))
+
+    @cached_property
+    def thinking(self) -> int:
+        """Tokens that an answer may spend on reasoning before it begins: twice what a first one spent; 0 of a model
+        that does not reason, or that comes to no end of it."""
+        if "chat" in self.why_not or self.promises("reasoning") is False:
+            return 0
+        try:
+            first = self.whole("chat", QUESTION, temperature=0, max_tokens=A_FEW)
+            if not first.one.reasoning and "think" not in first.one.text:
+                return 0
+            each, limit = first.answer.seconds / max(1, first.used.completion), self.card.get("max_model_len")
+            most = min(MOST_THINKING, int(THINKING_SECONDS / max(each, 1e-6)))
+            most = min(most, limit // 2) if isinstance(limit, int) else most
+            full = self.whole("chat", QUESTION, temperature=0, max_tokens=max(A_FEW, most))
+        except (Refused, Malformed):
+            return 0
+        return 0 if full.one.finish == "length" else 2 * full.used.completion
+
+    def room(self, tokens: int) -> int:
+        """``max_tokens`` for an answer of so many, with what the model reasons before it."""
+        return tokens + self.thinking
 
     def amount(self, quick: int, release_day: int, long: int) -> int:
         return {"quick": quick, "release-day": release_day, "long": long}[self.profile]
@@ -136,6 +167,11 @@ class Ask:
             return self.client.get("/v1/models").status < 500
         except NoAnswer:
             return False
+
+
+def lost_in_thought(one: Choice) -> bool:
+    """Whether an answer was cut off before its reasoning had come to an end: nothing of it can be judged."""
+    return one.finish == "length" and bool(one.reasoning) and not one.text.strip() and not one.calls
 
 
 @dataclass
@@ -227,16 +263,16 @@ def _run(ask: Ask, out: Checks, check: Check) -> str:
         _refused(ask, out, check, error.answer)
     except Malformed as error:
         out.judge(check.name, check.claim, False, str(error), "an answer of its API", layer=check.layer)
-    except SHAPELESS as error:
-        if ask.ours:
-            raise
-        told = f"an answer of another shape than its API has ({type(error).__name__}: {error})"
-        out.judge(check.name, check.claim, False, told, "an answer of its API", layer=check.layer)
     except NoAnswer as error:
         alive = ask.alive()
         remedy = "The server died or hangs: see its log, and send this request again." if not alive else SERVER_LOG
         out.judge(check.name, check.claim, False, str(error), "an answer", layer=check.layer, remedy=remedy)
         return "" if alive else f"the server is gone since the check before ({check.claim})"
+    except SHAPELESS as error:
+        if ask.ours or isinstance(error, UserError):
+            raise
+        told = f"an answer of another shape than its API has ({type(error).__name__}: {error})"
+        out.judge(check.name, check.claim, False, told, "an answer of its API", layer=check.layer)
     return ""
 
 
@@ -246,7 +282,10 @@ def _refused(ask: Ask, out: Checks, check: Check, answer: Answer) -> None:
         out.skip(check.name, check.claim, f"refused with {answer.said}", check.layer)
         return
     bound = "status 200" if offered else f"status 200, or one of {REFUSALS} where it is not offered"
-    out.judge(check.name, check.claim, False, answer.said, bound, layer=check.layer)
+    error = answer.json.get("error") if isinstance(answer.json, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    layer = LAYER_OF_CODE.get(code, check.layer) if isinstance(code, str) else check.layer
+    out.judge(check.name, check.claim, False, answer.said, bound, layer=layer)
 
 
 def ask_all(stage: str, checks: Sequence[Check], context: Context) -> StageResult:

@@ -23,6 +23,7 @@ from dayzero.errors import MachineError
 REFERENCE, FLOAT32, SERVED = "reference", "float32", "served"
 WIDE_POOL_SEQUENCES = 12  # that fit side by side, with what they leave in the cache
 MOST_POOLS = 4  # tried until somebody is preempted
+PART_OF_A_PAGE = 43  # less three: of 64 more than a half, of 16 two pages and a half
 TIGHT_LENGTHS, TIGHT_PAGE = (
     (14, 15, 16, 17),
     16,
@@ -36,8 +37,8 @@ TEMPERATURE, TOP_P, SEED = 1.5, 0.99, 11
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What engines are made of. lengths: of the prompts in tokens; the last one shares its first tokens with the first.
-    answer_tokens: of each answer."""
+    """What engines are made of. lengths: of the prompts in tokens. The last one shares its first tokens with the first,
+    the third so few that they part within a page. answer_tokens: of each answer."""
 
     source: str
     recipe: str | None
@@ -60,8 +61,11 @@ class Subject:
         for length in self.lengths:
             ids = torch.randint(3, vocab, (length,), generator=draw).tolist()
             found.append([i if i != pad else (i + 1) % vocab for i in ids])
-        shared = min(self.lengths[0], self.lengths[-1]) - 3
-        return [*found[:-1], found[0][:shared] + found[-1][shared:]]
+        for number, most in ((2, PART_OF_A_PAGE), (len(found) - 1, self.max_len)):
+            ids = found[number]
+            shared = min(most, len(found[0]), len(ids)) - 3
+            found[number] = found[0][:shared] + ids[shared:]
+        return found
 
 
 @dataclass(slots=True)

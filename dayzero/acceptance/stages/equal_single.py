@@ -62,7 +62,7 @@ def _streamed(subject: Subject, base: Ran, llm: LLM) -> Finding:
 
 def _cancelled(subject: Subject, base: Ran, llm: LLM) -> Finding:
     """Leave answers after some pieces, others beside them; then nothing is held, and all are answered as before."""
-    wrong = []
+    wrong, layer = [], "cache"
     prompts = subject.prompts()
     for cut in CUTS:
         streams = [llm.stream(prompt, params_of(subject, BASE, n)) for n, prompt in enumerate(prompts)]
@@ -77,11 +77,13 @@ def _cancelled(subject: Subject, base: Ran, llm: LLM) -> Finding:
         if now.usage or now.running or now.waiting:
             held = f"{now.usage:.1%} of the pool, {now.running} running, {now.waiting} waiting"
             wrong.append(f"left after {cut} pieces: {held}")
+            if now.running or now.waiting:  # blocks that one who goes on holds are no leak of the pool's
+                layer = "scheduler"
         if again.token_ids != base.rounds[0][0].token_ids[:NEXT_TOKENS]:
             wrong.append(f"left after {cut} pieces: the next answer is another one")
     return Finding(
         "equal.cancelled",
-        "cache",
+        layer,
         "fail" if wrong else "pass",
         "cancelled anywhere: the pool is as before, and so is the next answer",
         wrong[0] if wrong else f"{len(CUTS) * len(prompts)} answers left after {', '.join(map(str, CUTS))} pieces",

@@ -8,7 +8,7 @@ settings are tried one at a time, and the one that fails alone is at fault.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dayzero.acceptance.accept.stage import Context, Stage, StageResult
@@ -37,7 +37,7 @@ from dayzero.errors import UsageError
 from dayzero.finding import Finding
 from dayzero.planner.memory import available_bytes
 
-LENGTHS = (70, 45, 67, 70)  # pages of 64 and 16, chunks and tiny windows lie below; two begin alike, two do not
+LENGTHS = (70, 45, 67, 70)  # pages of 64 and 16, chunks and tiny windows lie below; three begin alike
 ANSWER_TOKENS = {"quick": 20, "release-day": 32, "long": 64}
 CHUNKS: Mapping[str, tuple[int | None, ...]] = {
     "quick": (None, 7, 64), "release-day": (None, 1, 7, 64), "long": (None, 1, 7, 16, 63, 64, 65),
@@ -91,15 +91,15 @@ CLAIMS = {
 @dataclass(slots=True)
 class _Board:
     """What is known so far. base: answers by path and prompts; blamed: (feature, setting) -> the rows it spoils;
-    together: rows that fail though none of their settings fails alone. untried: rows that gave no answers, and why.
-    engines: that were started."""
+    together: rows that fail though none of their settings fails alone, with what is said of them. untried: rows that
+    gave no answers, and why. engines: that were started."""
 
     subject: Subject
     logits: FormLogits
     base: dict[tuple[Any, ...], Ran] = field(default_factory=dict)
     tallies: list[tuple[Row, Tally]] = field(default_factory=list)
     blamed: dict[tuple[str, Any], list[str]] = field(default_factory=dict)
-    together: list[str] = field(default_factory=list)
+    together: list[tuple[Row, str]] = field(default_factory=list)
     untried: dict[str, str] = field(default_factory=dict)
     engines: int = 0
 
@@ -224,7 +224,7 @@ def _blame(board: _Board, row: Row, tally: Tally) -> None:
     for feature in guilty:
         board.blamed.setdefault((feature, row[feature]), []).append(said)
     if not guilty:
-        board.together.append(said)
+        board.together.append((row, said))
 
 
 def _claims(board: _Board, features: Mapping[str, tuple[Any, ...]]) -> Iterator[Finding]:
@@ -263,11 +263,11 @@ def _of_setting(board: _Board, feature: str, value: Any, claim: Claim) -> Findin
 def _pairs(board: _Board, features: Mapping[str, tuple[Any, ...]]) -> Finding:
     wanted = all_pairs(features, _possible)
     seen = {pair for row, tally in board.tallies for pair in pairs_of(row) if tally.places}
-    bad = tuple(board.together)
+    bad = tuple(said for _, said in board.together)
     missing = len(wanted - seen)
     return Finding(
         "equal.pairs",
-        "scheduler",
+        "cache" if bad and all(_of_cache(row) for row, _ in board.together) else "scheduler",
         "fail" if bad else "note" if missing else "pass",
         "every pair of settings gives the same answers as none of them",
         f"{len(wanted) - missing} of {len(wanted)} pairs in {len(board.tallies)} rows, {len(bad)} fail only together",
@@ -276,6 +276,13 @@ def _pairs(board: _Board, features: Mapping[str, tuple[Any, ...]]) -> Finding:
         "Run the row alone; two settings that hold each by itself meet in the cache manager or the scheduler."
         if bad or missing
         else "",
+    )
+
+
+def _of_cache(row: Row) -> bool:
+    """Whether all settings that meet in a row are the cache's."""
+    return all(
+        claim.layer == "cache" for name, claim in CLAIMS.items() if name != "sampled" and row[name] != BASE[name]
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dayzero.acceptance.accept.http import Answer
-from dayzero.acceptance.stages.answers import PATHS, Api, Refused, at
+from dayzero.acceptance.accept.http import Answer, events_of
+from dayzero.acceptance.stages.answers import PATHS, Api, Refused, at, streamed
 from dayzero.acceptance.stages.asking import Ask, Check, Checks
 
 OBJECTS = {"chat": "chat.completion.chunk", "completions": "text_completion"}
@@ -15,6 +15,7 @@ CHUNK = "Build each chunk from the request's id, model and time; say the role fi
 # A stream that was held back comes in one instant; one that is not takes about as long as its tokens take.
 HELD_SHARE = 0.1
 LEAST_SECONDS = 0.05
+LEAST_STREAMED = 4  # tokens of an answer that there is something to send of
 
 
 def checks() -> tuple[Check, ...]:
@@ -112,20 +113,33 @@ def _usage(ask: Ask, out: Checks, api: str, chunks: list[dict[str, Any]], withou
 
 
 def _flushed(ask: Ask, out: Checks) -> None:
-    """A proxy, or a middleware, that collects a stream makes every answer late, and nothing else shows it."""
+    """A proxy, or a middleware, that collects a stream makes every answer late, and nothing else shows it. What counts
+    is when the text came: a server may well send its first chunk, which says the role, at once."""
     ignore = {"ignore_eos": True} if ask.ignores_stops else {}
-    fields = {"temperature": 0, "max_tokens": 32, "stream": True, **ignore}
-    answer = ask.post(ask.api or "chat", "Count to a hundred.", **fields)
+    fields = {"temperature": 0, "max_tokens": 32, "stream": True, "stream_options": {"include_usage": True}, **ignore}
+    api = ask.api or "chat"
+    answer = ask.post(api, "Count to a hundred.", **fields)
     if not answer.ok:
         raise Refused(answer)
-    body = answer.seconds - answer.head_seconds
-    spread = answer.last_seconds - answer.first_seconds
-    claim = "a stream comes as it is made, not at its end"
-    if answer.seconds < LEAST_SECONDS or len(answer.events) < 4:
-        out.skip("stream.flushed", claim, f"over in {answer.seconds:.3f} s with {len(answer.events)} events")
+    claim, made = "a stream comes as it is made, not at its end", streamed(answer, api).used.completion
+    if answer.seconds < LEAST_SECONDS or made < LEAST_STREAMED:
+        out.skip("stream.flushed", claim, f"over in {answer.seconds:.3f} s with {made} tokens")
         return
+    times = times_of(answer)
+    spread = times[-1] - times[0] if times else 0.0
     out.judge(
-        "stream.flushed", claim, spread > HELD_SHARE * answer.seconds,
-        f"events over {spread:.3f} s of {answer.seconds:.3f} s ({body:.3f} s behind the head)",
-        f"over more than {HELD_SHARE:.0%} of the time", remedy="Send each chunk at once: no buffering on the way.",
+        "stream.flushed", claim, len(times) > 1 and spread > HELD_SHARE * answer.seconds,
+        f"{made} tokens in {len(times)} pieces over {spread:.3f} s of {answer.seconds:.3f} s",
+        f"two pieces or more, over more than {HELD_SHARE:.0%} of the time",
+        remedy="Send each chunk at once: no buffering on the way.",
     )  # fmt: skip
+
+
+def times_of(answer: Answer) -> list[float]:
+    """When each event that carries something of the answer had come, in seconds."""
+    times: list[float] = []
+    for size, seconds in answer.arrivals:
+        chunks = [event.json for event in events_of(answer.body[:size]) if isinstance(event.json, dict)]
+        come = sum(any(_carries(part) for part in chunk.get("choices") or []) for chunk in chunks)
+        times += [seconds] * (come - len(times))
+    return times

@@ -1,7 +1,8 @@
 """Greedy answers: the same request gives the same answer again, streamed as whole, in the first turn as in a later one.
 
-Where two answers part, the two likeliest tokens of that place are asked for. Closer than TIE they may be turned over by
-rounding, which differs with the batch and the kernel; further apart something is wrong.
+Where two answers part, the two likeliest tokens of that place are asked for. Closer than the server's arithmetic can
+tell (``ties.py``) they may be turned over by rounding, which differs with the batch and the kernel; further apart
+something is wrong.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from typing import Any
 
 from dayzero.acceptance.stages.answers import CHAT, Api, Refused, Reply
 from dayzero.acceptance.stages.asking import Ask, Check, Checks
+from dayzero.acceptance.stages.robust_ask import at_once
 
-# Two bfloat16 logits of the size that is usual, 16 to 32, lie 0.125 apart at least; both may be one step off.
-TIE = 0.25
 REPEATS = 2
 PROMPTS = (
     "What is the capital of France?",
@@ -41,14 +41,15 @@ RARE = 1 / 3  # of all comparisons; where more end at ties, it is no rounding
 @dataclass(frozen=True)
 class Parted:
     """Where an answer leaves the first one. place: in tokens, -1 where only the text is known. margin: between the two
-    likeliest tokens there; None: the server does not tell."""
+    likeliest tokens there; None: the server does not tell. bound: margins up to it are ties."""
 
     place: int
     margin: float | None
+    bound: float
 
     @property
     def tie(self) -> bool:
-        return self.margin is not None and self.margin < TIE
+        return self.margin is not None and self.margin <= self.bound
 
 
 def checks() -> tuple[Check, ...]:
@@ -72,9 +73,9 @@ def _first_turn(ask: Ask, out: Checks) -> None:
         repeats, stream = _compare(ask, api, prompt)
         again += repeats
         streams += stream
-        out.sample("greedy answers repeat", prompt, not any(parted and not parted.tie for parted in repeats))
-    _judge(out, "greedy.repeat", f"the same greedy request gives the same answer {REPEATS + 1} times", again)
-    _judge(out, "greedy.stream", "a greedy answer is the same streamed as whole", streams, layer="server")
+        out.sample("greedy answers repeat", prompt, not any(one and not one.tie for one in repeats))
+    _judge(ask, out, "greedy.repeat", f"the same greedy request gives the same answer {REPEATS + 1} times", again)
+    _judge(ask, out, "greedy.stream", "a greedy answer is the same streamed as whole", streams, layer="server")
 
 
 def _later_turn(ask: Ask, out: Checks) -> None:
@@ -88,8 +89,10 @@ def _later_turn(ask: Ask, out: Checks) -> None:
         streams += stream
         answer = ask.whole("chat", turns, **_fields(ask)).one
         turns.append({"role": "assistant", "content": answer.text or "Yes."})
-    _judge(out, "greedy.turn", f"greedy answers are the same again up to turn {len(turns) // 2}", again)
-    _judge(out, "greedy.turn-stream", f"and the same streamed up to turn {len(turns) // 2}", streams, layer="server")
+    _judge(ask, out, "greedy.turn", f"greedy answers are the same again up to turn {len(turns) // 2}", again)
+    _judge(
+        ask, out, "greedy.turn-stream", f"and the same streamed up to turn {len(turns) // 2}", streams, layer="server"
+    )
 
 
 def _fields(ask: Ask) -> dict[str, Any]:
@@ -99,38 +102,44 @@ def _fields(ask: Ask) -> dict[str, Any]:
 def _compare(ask: Ask, api: Api, prompt: Any) -> tuple[list[Parted | None], list[Parted | None]]:
     """(each repeat, the stream) against the first answer; None where they are the same."""
     first = ask.whole(api, prompt, **_fields(ask))
-    repeats = [ask.whole(api, prompt, **_fields(ask)) for _ in range(REPEATS)]
-    stream = ask.streamed(api, prompt, **_fields(ask))
-    return [_parted(ask, api, prompt, first, one) for one in repeats], [_parted(ask, api, prompt, first, stream)]
+    # the first one is computed; those behind it come at once, and may come from a cache
+    ways = [*[ask.whole] * REPEATS, ask.streamed]
+    *repeats, stream = at_once(lambda way: way(api, prompt, **_fields(ask)), ways, len(ways))
+    return [parted(ask, api, prompt, first, one) for one in repeats], [parted(ask, api, prompt, first, stream)]
 
 
-def _parted(ask: Ask, api: Api, prompt: Any, first: Reply, other: Reply) -> Parted | None:
+def parted(ask: Ask, api: Api, prompt: Any, first: Reply, other: Reply) -> Parted | None:
+    """Where ``other`` leaves ``first``, both greedy answers of ``tokens_of`` tokens or fewer; None: nowhere."""
     if first.one.shown == other.one.shown and first.one.ids == other.one.ids:
         return None
     a, b = first.one.ids, other.one.ids
     if a is None or b is None or a == b:
-        return Parted(-1, None)
+        return Parted(-1, None, ask.rounding)
     place = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     try:
         scores = ask.whole(api, prompt, **_fields(ask), **ask.scored(api, 2)).one.scores or []
     except Refused:
         scores = []
     top = scores[place].top if place < len(scores) else ()
-    return Parted(place, top[0][1] - top[1][1] if len(top) > 1 else None)
+    return Parted(place, top[0][1] - top[1][1] if len(top) > 1 else None, ask.rounding)
 
 
-def _judge(out: Checks, kind: str, claim: str, found: list[Parted | None], layer: str = "") -> None:
-    parted = [one for one in found if one is not None]
-    real = [one for one in parted if not one.tie]
-    if not real and len(parted) > RARE * len(found):
-        real = parted
-    shown = ", ".join("in the text" if one.place < 0 else f"token {one.place}" for one in parted[:4])
-    measured = f"{len(parted)} of {len(found)} differ" + (
-        f" ({shown}; margins {[one.margin for one in parted[:4]]})" if parted else ""
-    )
+def _judge(ask: Ask, out: Checks, kind: str, claim: str, found: list[Parted | None], layer: str = "") -> None:
+    odd = [one for one in found if one is not None]
+    real = [one for one in odd if not one.tie]
+    if not real and len(odd) > RARE * len(found):
+        real = odd
+    measured = f"{len(odd)} of {len(found)} differ" + (f" ({shown(odd)})" if odd else "")
     # the first answer is the cold one: when all later ones differ from it, and not only some, the cache is at fault
-    where = layer or ("operator" if 0 < len(parted) < len(found) else "cache")
+    where = layer or ("operator" if 0 < len(odd) < len(found) else "cache")
     out.judge(
-        kind, claim, not parted, measured, f"equal, but for rare places where the two likeliest lie within {TIE} nat",
+        kind, claim, not odd, measured,
+        f"equal, but for rare places where the two likeliest lie within {ask.rounding:.2g} nat",
         layer=where, remedy=REMEDIES[where] if real else TIES, bad="fail" if real else "note",
     )  # fmt: skip
+
+
+def shown(odd: list[Parted]) -> str:
+    """The first few places, with their margins."""
+    places = ", ".join("in the text" if one.place < 0 else f"token {one.place}" for one in odd[:4])
+    return f"{places}; margins {[one.margin for one in odd[:4]]}"

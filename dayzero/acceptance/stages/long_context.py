@@ -69,7 +69,7 @@ def _facts(known: Known, exact: long_exact.Exact) -> dict[str, Any]:
         "limit_tokens": limit_of(known),
         "page_tokens": known.page,
         "chunk_tokens": known.chunk,
-        "noise_of_a_logprob": exact.floor,
+        "noise_of_a_logprob": exact.noise,
         "token_ids": known.ids,
     }
 

@@ -6,10 +6,10 @@ kind: behind a page, a chunk, a window, the rows that a sparse index keeps, the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dayzero.acceptance.accept.paired import tail
 from dayzero.acceptance.accept.stage import Figure, Profile
 from dayzero.acceptance.stages.long_known import Known, Threshold, limit_of
 from dayzero.acceptance.stages.long_needle import Found, Haystack, Needle, ask_all
@@ -88,7 +88,7 @@ def run(
     known: Known, hay: Haystack, profile: Profile, at: Sequence[Threshold], pace: Pace, told: Callable[[str], None]
 ) -> Grid:
     """Fill the grid, then ask around each threshold."""
-    grid = Grid(SIZES[profile])
+    grid = Grid(SIZES[profile], chat=known.asker.api == "chat")
     size = grid.size
     for tokens in lengths_of(known, hay, size):
         needles = needles_of(size, tokens)
@@ -97,7 +97,7 @@ def run(
             continue
         told(f"{len(needles)} needles in {tokens:,} tokens")
         seen = _asked(known, hay, needles, grid, pace)
-        if not grid.lengths and not any(f.right for f in seen) and known.chat:
+        if not grid.lengths and not any(f.right for f in seen) and known.chat and not grid.chat:
             grid.chat = True  # it may want to be asked
             asked = _asked(known, hay, needles, grid, pace)
             grid.chat = any(f.right for f in asked)
@@ -145,14 +145,12 @@ def fall(before: Sequence[Found], behind: Sequence[Found]) -> float:
     """Chance of so many needles lost against so few won where both are as likely (McNemar's exact test, one side)."""
     lost = sum(a.right and not b.right for a, b in zip(before, behind, strict=True))
     won = sum(b.right and not a.right for a, b in zip(before, behind, strict=True))
-    count = lost + won
-    return sum(math.comb(count, k) for k in range(lost, count + 1)) / 2**count
+    return tail(lost, lost + won, 0.5, above=True)
 
 
 def too_few(right: int, count: int, promised: float) -> bool:
     """Whether ``right`` of ``count`` is fewer than chance allows where each is right with ``promised``."""
-    tail = sum(math.comb(count, k) * promised**k * (1 - promised) ** (count - k) for k in range(right + 1))
-    return tail < DOUBT
+    return tail(right, count, promised, above=False) < DOUBT
 
 
 def findings(grid: Grid, hay: Haystack) -> list[Finding]:

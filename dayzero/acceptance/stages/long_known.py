@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from dayzero.acceptance.accept.cards import capabilities_of, card_of
 from dayzero.acceptance.accept.http import NoAnswer
 from dayzero.acceptance.accept.stage import Context, RunningServer
 from dayzero.acceptance.prompt import TEXT
+from dayzero.acceptance.stages.answers import Api
+from dayzero.acceptance.stages.asking import OWNER
+from dayzero.acceptance.stages.metrics import CACHE, read_labels
 from dayzero.acceptance.stages.robust_ask import Asker, Prompt
 from dayzero.arch.index import Index, LocalIndex
 from dayzero.arch.mixers import MLA, Attention
@@ -22,11 +25,9 @@ from dayzero.errors import UserError
 from dayzero.ops.catalog import REFERENCE
 from dayzero.planner.placement import PaperModel, read_model
 
-OWNER = "dayzero"
 SAFE_VOCAB = 256  # ids that every vocabulary has
+APIS: tuple[Api, ...] = ("completions", "chat")  # in the order of what can be measured there
 LEAST_TOKENS = 4  # below, there is no length before and behind a threshold
-_CACHE_LINE = re.compile(r"cache_config_info\{(?P<labels>[^}]*)\}")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,9 @@ class Threshold:
 @dataclass(frozen=True)
 class Known:
     """dtype: empty when the server does not say. longest: prompt and answer together; None: it does not say. ids: it
-    takes and sends token ids. token_bytes: of cache that a token takes, as it says. cache: the records it was asked to
-    keep them in. reference: every operator is a reference, so that rows do not depend on their company."""
+    takes and sends token ids. exact: its answers have the length that is asked for (``ignore_eos``). token_bytes: of
+    cache that a token takes, as it says. cache: the records it was asked to keep them in. reference: every operator is
+    a reference, so that rows do not depend on their company."""
 
     own: bool
     asker: Asker
@@ -65,6 +67,10 @@ class Known:
     def ids(self) -> bool:
         return self.asker.ids
 
+    @property
+    def exact(self) -> bool:
+        return bool(self.asker.usual)
+
     def prompt(self, rng: random.Random, num_tokens: int) -> Prompt:
         """Of exactly that many tokens where ids are taken, else of about as many."""
         if self.ids:
@@ -76,25 +82,24 @@ class Known:
 def look(context: Context, server: RunningServer, timeout: float = 120.0) -> Known:
     """Ask the server, read the source where there is one. Errors: none of the server's; absent facts stay absent."""
     asker = Asker(server, timeout=timeout)
-    card, subject = _card(asker), context.subject
+    card, subject = card_of(asker.json("/v1/models"), server.model), context.subject
     own = card.get("owned_by") == OWNER
     paper, why = paper_of(subject.source, subject.recipe)
-    cache, told = _cache_labels(asker), asker.json("/tokenizer_info") if own else None
-    asker.ids = _takes_ids(asker)
+    cache, told = read_labels(asker.client, CACHE), asker.json("/tokenizer_info") if own else None
+    settle(asker)
     told = told if isinstance(told, dict) else {}
     given = subject.serve if context.services.own else ()
     sizes = [n for n in (_whole(told.get("vocab_size")), paper.paper.spec.vocab if paper is not None else None) if n]
-    special = {int(token) for token in told.get("special_tokens", ())}
+    special = {int(token) for token in told.get("special_tokens") or ()}
     vocab = [token for token in range(min(sizes, default=SAFE_VOCAB)) if token not in special]
     page = _whole(cache.get("block_size"))
     blocks = _whole(cache.get("num_gpu_blocks"))
-    capabilities = card.get("capabilities") or {}
     return Known(
         own=own, asker=asker, dtype=str(card.get("dtype") or ""), longest=_whole(card.get("max_model_len")),
         page=page, pool_tokens=page * blocks if page and blocks else None,
         chunk=chunk_of(given, page) if context.services.own else None,
         vocab=vocab if len(vocab) > 1 else range(3, SAFE_VOCAB), tokenizer=_tokenizes(asker),
-        chat=bool(capabilities.get("chat", not own)), reference=_all_reference(server.told),
+        chat=bool(capabilities_of(card).get("chat", not own)), reference=_all_reference(server.told),
         prefix_cache="--no-prefix-cache" not in given,
         token_bytes=_whole((server.told.get("facts") or {}).get("token_bytes")),
         cache=option(given, "--cache") or "bf16", paper=paper, why_no_paper=why,
@@ -182,28 +187,21 @@ def _all_reference(told: Mapping[str, Any]) -> bool:
     return "bindings" in facts and all(variant == REFERENCE for variant in facts["bindings"].values())
 
 
-def _card(asker: Asker) -> Mapping[str, Any]:
-    listed = asker.json("/v1/models")
-    cards = listed.get("data") if isinstance(listed, dict) else None
-    cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
-    named = [card for card in cards if card.get("id") == asker.server.model]
-    return (named or cards or [{}])[0]
-
-
-def _cache_labels(asker: Asker) -> dict[str, str]:
-    """Labels of the metric that names the cache's sizes, which others export too."""
-    try:
-        text = asker.client.get("/metrics").body.decode("utf-8", "replace")
-    except NoAnswer:
-        return {}
-    line = _CACHE_LINE.search(text)
-    return dict(_LABEL.findall(line["labels"])) if line else {}
-
-
-def _takes_ids(asker: Asker) -> bool:
-    """Whether ids come back when ids are sent."""
-    found = asker.complete([5, 6, 7], 1, return_token_ids=True)
-    return found.good and len(found.tokens) == 1
+def settle(asker: Asker) -> None:
+    """Find out how this server wants to be asked: by token ids where it takes them and sends them back, else by text;
+    by completions where there are any, else in conversations; with ``ignore_eos`` where it is not refused. What it
+    takes it is asked by, whatever shape its answer has; one that takes nothing stays as it is, and its silence is found
+    by whoever asks."""
+    if (found := asker.complete([5, 6, 7], 1, return_token_ids=True)).good and len(found.tokens) == 1:
+        asker.ids = True
+        return
+    was = asker.api, asker.usual
+    for api in APIS:
+        for usual in (was[1], {}):
+            asker.api, asker.usual = api, usual
+            if asker.complete("Hi.", 1).status == 200:
+                return
+    asker.api, asker.usual = was
 
 
 def _tokenizes(asker: Asker) -> bool:

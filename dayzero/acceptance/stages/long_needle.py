@@ -15,6 +15,7 @@ from typing import Any
 
 from dayzero.acceptance.accept.http import NoAnswer
 from dayzero.acceptance.prompt import TEXT
+from dayzero.acceptance.stages.answers import PATHS, Malformed, Refused, whole
 from dayzero.acceptance.stages.long_known import Known
 from dayzero.acceptance.stages.robust_ask import Asker, Prompt, at_once
 from dayzero.checkpoint.source import Source
@@ -210,10 +211,7 @@ def _conversation(asker: Asker, hay: Haystack, needle: Needle) -> tuple[str, str
         "messages": [{"role": "user", "content": f"{text_hay}\n\n{hay.question(needle)}"}],
     }  # fmt: skip
     try:
-        answer = asker.client.post("/v1/chat/completions", body)
-    except NoAnswer as error:
+        one = whole(asker.client.post(PATHS["chat"], body), "chat").one
+    except (NoAnswer, Refused, Malformed) as error:
         return "", str(error)
-    if not answer.ok or not isinstance(answer.json, dict) or not answer.json.get("choices"):
-        return "", answer.said
-    message = answer.json["choices"][0].get("message") or {}
-    return str(message.get("content") or message.get("reasoning_content") or ""), ""
+    return one.text or one.reasoning, ""

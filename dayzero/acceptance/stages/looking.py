@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -52,11 +53,23 @@ def _look(ask: Ask, *parts: str | tuple[int, int, int]) -> Reply:
 
 
 def _apart(a: Reply, b: Reply) -> float | None:
-    """How far two answers' first log-probabilities lie apart; None where none are told. Other tokens: far."""
+    """How far two answers' first log-probabilities lie apart at least; None where none are told."""
     if not a.one.scores or not b.one.scores:
         return None
     one, two = dict(a.one.scores[0].top), dict(b.one.scores[0].top)
-    return max(abs(one[key] - two[key]) if key in two else 1.0 for key in one) if one else None
+    return far_apart(one, two) if one and two else None
+
+
+def far_apart(one: Mapping[Any, float], two: Mapping[Any, float]) -> float:
+    """Largest difference of a token's log-probability that is certain. A token that only one of them lists is, in the
+    other, no likelier than the last that is listed there."""
+    shared = [abs(one[key] - two[key]) for key in one if key in two]
+    least = {id(one): min(one.values()), id(two): min(two.values())}
+    alone = [
+        value - least[id(other)] for own, other in ((one, two), (two, one)) for key, value in own.items()
+        if key not in other
+    ]  # fmt: skip
+    return max([*shared, *alone, 0.0])
 
 
 def _images(ask: Ask, out: Checks) -> None:

@@ -26,6 +26,7 @@ from dayzero.blocks.stack import Stack, vocabulary_matrices
 from dayzero.decl import TILE, PackedRow
 from dayzero.finding import Finding
 from dayzero.ops.activation import glu
+from dayzero.ops.bindings import variant_at
 from dayzero.ops.contract import relative_l2
 from dayzero.ops.experts_mxfp4 import dense
 from dayzero.ops.linear import matmul
@@ -82,7 +83,7 @@ def expert_errors(model: LoadedModel, tokens: Sequence[int], most: int, expert_b
             got = op(*args, **options)
             want = experts.body(*args, **options)
             predicted = relative_l2(_moved(draw, *args, **options), want)
-            variant = bindings.get(f"{CONTRACT}@{site}", "reference")
+            variant = variant_at(CONTRACT, site, bindings)
             found.append(ExpertError(site, variant, relative_l2(got, want), predicted))
             return got
 

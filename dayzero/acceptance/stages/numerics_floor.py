@@ -24,6 +24,7 @@ from dayzero.blocks.moe import stacked_experts
 from dayzero.blocks.open import LoadedModel
 from dayzero.blocks.site import Bind, reference
 from dayzero.blocks.stack import Stack, vocabulary_matrices
+from dayzero.ops.contract import CONTRACTS
 
 # Results that stay float32 in a bf16 model (logits of head and router, weights of experts), or that only move values.
 KEPT = ("linear.matmul_f32", "moe.route", "embed.lookup", "cache.", "sparse_index.", "sample.")
@@ -82,6 +83,8 @@ def noisy(dtype: str) -> Bind:
 
     def bind(contract: str, site: str) -> Callable[..., Any]:
         op = reference(contract, site)
+        if CONTRACTS[contract].composed:  # the operators that it is made of have their own results moved
+            return op
         if contract.startswith(KEPT) if dtype == "bf16" else contract.startswith(KEPT[1:]):
             return op
 

@@ -87,7 +87,7 @@ class Opened:
 
     def __init__(self, server: RunningServer, known: Known, timeout: float) -> None:
         self._pool = Pool(Address.parse(server.address), dict(server.headers))
-        self.driver: Driver = HttpDriver(self._pool, Body("completions", server.model, known.ids), timeout)
+        self.driver: Driver = HttpDriver(self._pool, Body(known.asker.api, server.model, known.ids), timeout)
 
     def __enter__(self) -> Opened:
         return self

@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from dayzero.acceptance.accept.http import Answer, NoAnswer
+from dayzero.acceptance.stages import greedy
 from dayzero.acceptance.stages.answers import PATHS, Malformed, Refused, whole
 from dayzero.acceptance.stages.asking import Ask, Check, Checks
+from dayzero.acceptance.stages.metrics import GENERATED, RUNNING, USAGE, read_numbers, samples_of
 from dayzero.acceptance.stages.refusals import problem
 
 HEADER_BYTES = 100_000
 AT_ONCE = 16
 FREED_SECONDS = 15.0
-# Names that dashboards scrape for servers of this kind: the design document of the server that coined them.
-TOKENS, RUNNING, USAGE = "vllm:generation_tokens", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
+GONE = "requests_client_gone_total"  # of a server of ours: clients that it saw leave
+LONGEST = 4096  # tokens of answers that nobody waits for: so many that they are not over before their clients left
+ABORT = "Abort a request in the engine when its connection closes, and free its blocks."
+MANY_TOKENS = 12
+CUT_SHARE = 0.9  # of the tokens they asked for; who works on makes all of them
+RARE = 1 / 3  # of answers; where more are others, and nothing says how close it was, it is no rounding
 
 
 def checks() -> tuple[Check, ...]:
@@ -122,26 +126,9 @@ def _health(ask: Ask, out: Checks) -> None:
             continue
         right = answer.ok
         if path == "/metrics" and right:
-            right = _families(answer) is not None
+            right = samples_of(answer) is not None
         out.judge(kind, claim, right, answer.status if right else answer.said, "200, in the form of its kind",
                   remedy="Answer probes from what is known, without waiting.")  # fmt: skip
-
-
-def _families(answer: Answer) -> Mapping[str, float] | None:
-    """Sample name -> sum over its labels; None when it is no exposition format."""
-    found: dict[str, float] = {}
-    try:
-        for family in text_string_to_metric_families(answer.body.decode("utf-8", "replace")):
-            for sample in family.samples:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    except ValueError:
-        return None
-    return found
-
-
-def _metrics(ask: Ask) -> Mapping[str, float]:
-    answer = ask.client.get("/metrics")
-    return (_families(answer) or {}) if answer.ok else {}
 
 
 def _openapi(ask: Ask, out: Checks) -> None:
@@ -157,15 +144,15 @@ def _openapi(ask: Ask, out: Checks) -> None:
 
 
 def _tokens(ask: Ask, out: Checks) -> None:
-    claim, name = "the counter of generated tokens counts what usage tells", f"{TOKENS}_total"
-    before = _metrics(ask)
-    if name not in before:
-        out.skip("metrics.tokens", claim, f"/metrics has no {name}")
+    claim = "the counter of generated tokens counts what usage tells"
+    before = read_numbers(ask.client)
+    if GENERATED not in before:
+        out.skip("metrics.tokens", claim, f"/metrics has no {GENERATED}")
         return
     used = ask.whole(ask.api or "chat", "Count to ten.", temperature=0, max_tokens=9).used.completion
     grown, deadline = 0.0, time.monotonic() + 5
     while grown < used and time.monotonic() < deadline:  # some servers update their counters now and then
-        grown = _metrics(ask).get(name, 0.0) - before[name]
+        grown = read_numbers(ask.client).get(GENERATED, 0.0) - before[GENERATED]
         time.sleep(0.05)
     out.judge("metrics.tokens", claim, grown == used, f"{grown:.0f} for {used} tokens", "equal",
               remedy="Count tokens where they are sent; let nothing else ask this server meanwhile.")  # fmt: skip
@@ -180,9 +167,9 @@ def _load(ask: Ask) -> tuple[float, float] | None:
     seen = answer.json.get("progress") if answer.ok and isinstance(answer.json, dict) else None
     if isinstance(seen, dict):
         return float(seen.get("running", 0)) + float(seen.get("waiting", 0)), float(seen.get("usage", 0.0))
-    metrics = _metrics(ask)
-    if RUNNING in metrics:
-        return metrics[RUNNING], metrics.get(USAGE, 0.0)
+    numbers = read_numbers(ask.client)
+    if RUNNING in numbers:
+        return numbers[RUNNING], numbers.get(USAGE, 0.0)
     return None
 
 
@@ -194,9 +181,11 @@ def _cancelled(ask: Ask, out: Checks) -> None:
         return
     api = ask.api or "chat"
     limit = ask.card.get("max_model_len")
-    tokens = max(64, min(1024, limit - 256 if isinstance(limit, int) else 1024))
+    tokens = max(64, min(LONGEST, limit - 256 if isinstance(limit, int) else LONGEST // 4))
     ignore = {"ignore_eos": True} if ask.ignores_stops else {}
-    for _ in range(ask.amount(2, 6, 20)):
+    before, clients = read_numbers(ask.client), ask.amount(2, 6, 20)
+    made = before.get(GENERATED)
+    for _ in range(clients):
         body = ask.body(api, "Count as far as you can.", temperature=0, max_tokens=tokens, stream=True, **ignore)
         ask.client.leave(PATHS[api], body, num_bytes=1)
     began, held = time.monotonic(), (1.0, 1.0)
@@ -205,27 +194,57 @@ def _cancelled(ask: Ask, out: Checks) -> None:
         time.sleep(0.05)
     out.judge(
         "cancel.freed", claim, not any(held), f"{held[0]:.0f} requests and {held[1]:.2%} of the cache held after "
-        f"{time.monotonic() - began:.1f} s", f"nothing within {FREED_SECONDS:.0f} s", layer="scheduler",
-        remedy="Abort a request in the engine when its connection closes, and free its blocks.",
+        f"{time.monotonic() - began:.1f} s", f"nothing within {FREED_SECONDS:.0f} s",
+        layer=_who_kept(ask, before, clients) if held[0] else "cache", remedy=ABORT,
     )  # fmt: skip
+    claim = "and nothing more is generated for them"
+    if made is None or not ask.ignores_stops:
+        why = f"/metrics has no {GENERATED}" if made is None else "how long an answer gets is the model's to say"
+        out.skip("cancel.stopped", claim, why, "scheduler")
+        return
+    spent, asked = _settled(ask) - made, clients * tokens
+    out.judge(
+        "cancel.stopped", claim, spent < CUT_SHARE * asked, f"{spent:.0f} of {asked} tokens that they had asked for",
+        f"below {CUT_SHARE:.0%} of them, behind the first part of each answer",
+        layer=_who_kept(ask, before, clients), remedy=ABORT,
+    )  # fmt: skip
+
+
+def _who_kept(ask: Ask, before: Mapping[str, float], clients: int) -> str:
+    """A server of ours counts the clients that it saw leave: where it saw fewer, nobody told the engine."""
+    seen = read_numbers(ask.client).get(GONE, 0.0) - before.get(GONE, 0.0)
+    return "server" if GONE in before and seen < clients else "scheduler"
+
+
+def _settled(ask: Ask) -> float:
+    """The counter of generated tokens, once it no longer grows: some servers update it now and then."""
+    last, deadline = -1.0, time.monotonic() + FREED_SECONDS
+    while (now := read_numbers(ask.client).get(GENERATED, 0.0)) != last and time.monotonic() < deadline:
+        last = now
+        time.sleep(0.3)
+    return now
 
 
 def _many(ask: Ask, out: Checks) -> None:
     api = ask.api or "chat"
     prompts = [f"Write the number {number} in words." for number in range(4)]
-    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
-    alone = [ask.whole(api, prompt, **fields).one.said for prompt in prompts]
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": MANY_TOKENS}
+    alone = [ask.whole(api, prompt, **fields) for prompt in prompts]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(lambda n: ask.post(api, prompts[n % 4], **ask.extended(fields)), range(AT_ONCE)))
     busy = [answer for answer in answers if answer.status in (429, 503)]
-    told = [(number, answer) for number, answer in enumerate(answers) if answer not in busy]
-    wrong = [number for number, answer in told if whole(answer, api).one.said != alone[number % 4]]
+    told = [(number % 4, whole(answer, api)) for number, answer in enumerate(answers) if answer not in busy]
+    parts = [greedy.parted(ask, api, prompts[which], alone[which], reply) for which, reply in told]
+    odd = [one for one in parts if one is not None]
     # batches of other sizes may turn over near ties, on kernels that are not the same for all sizes
+    real = [one for one in odd if one.margin is not None and not one.tie]
+    real = real or (odd if len(odd) > RARE * len(told) else [])
     out.judge(
-        "many.same", f"{AT_ONCE} at once get the answers they get alone", not wrong,
-        f"{len(wrong)} of {len(told)} differ, {len(busy)} were refused for now", "none", layer="scheduler",
-        bad="fail" if len(wrong) > len(told) / 3 else "note",
-        remedy="Look for rows that see each other: slots, masks, block tables.",
+        "many.same", f"{AT_ONCE} at once get the answers they get alone", not odd,
+        f"{len(odd)} of {len(told)} differ, {len(busy)} were refused for now"
+        + (f" ({greedy.shown(odd)})" if odd else ""),
+        f"none, but at rare places where the two likeliest lie within {ask.rounding:.2g} nat", layer="scheduler",
+        bad="fail" if real else "note", remedy="Look for rows that see each other: slots, masks, block tables.",
     )  # fmt: skip
     claim = "an answer of 429 or 503 says when to come back"
     if not busy:

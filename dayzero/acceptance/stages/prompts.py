@@ -35,8 +35,11 @@ TALKS = (
     Talk("letters of the world", (_user("Grüße, 世界 \U0001f642 e\u0301 \u05e9\u05dc\u05d5\u05dd"),)),
     Talk("white space", (_user("  two  spaces\n\n\tand a tab"),)),
     Talk("digits and code", (_user("def f(x):\n    return x**2 + 1234567890.5  # 10_000"),)),
+    Talk("what an earlier answer thought", (
+        _user("2 + 2?"), {"role": "assistant", "content": "4.", "reasoning_content": "Two pairs."}, _user("And 3 + 3?"),
+    )),
     Talk("tools", (_user("What is the weather in Paris?"),), (WEATHER,)),
-)
+)  # fmt: skip
 TEXTS = (
     ("plain", "The quick brown fox, 3.14 times."),
     ("composed and decomposed", "caf\u00e9 cafe\u0301 \u1e9b\u0323 \ufb01"),

@@ -34,7 +34,7 @@ def own_chat(subject: Subject) -> tuple[ChatService | None, str]:
 def own_ids(chat: ChatService, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[int]:
     """By the code that the server runs too, in this process. UsageError for what the format cannot say."""
     assert chat.encoding is not None
-    turns = [Message.of(message["role"], message["content"]) for message in messages]
+    turns = [Message.of(m["role"], m["content"], reasoning=m.get("reasoning_content")) for m in messages]
     offered = [
         Tool(one["function"]["name"], one["function"].get("description"), one["function"].get("parameters"),
              raw=one["function"])

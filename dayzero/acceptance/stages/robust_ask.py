@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from dayzero.acceptance.accept.http import Answer, Client, NoAnswer
 from dayzero.acceptance.accept.stage import RunningServer
+from dayzero.acceptance.stages.answers import PATHS, Api, Choice, Ended, Malformed, Refused, Score, streamed, whole
 
-PATH = "/v1/completions"
-ENDED_WITH_ERROR = "the answer ended with an error"
 Prompt = list[int] | str
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -21,6 +20,7 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What came of one request. status: 0 when there was no HTTP answer. error: a sentence when it failed, else empty.
+    ended: the stream itself said that it ended with an error.
 
     tokens: ids, empty where the server sends none. logprobs, margins (best minus second best): one a token, where asked
     for. prompt_logprobs: one a prompt token, None where nothing is said. cached: prompt tokens found in the cache, None
@@ -40,24 +40,43 @@ class Completion:
     cached: int | None = None
     seconds: float = 0.0
     headers: Mapping[str, str] | None = None
+    ended: bool = False
 
     @property
     def good(self) -> bool:
         return self.status == 200 and not self.error
 
 
+@dataclass
 class Asker:
-    """Asks one server. ids: it takes prompts of token ids and sends ids back. timeout: seconds a request."""
+    """Asks one server. ids: it takes prompts of token ids and sends ids back. api: where answers are asked for. usual:
+    fields of every request. timeout: seconds a request."""
 
-    def __init__(self, server: RunningServer, *, ids: bool = False, timeout: float = 120.0) -> None:
-        self.server, self.ids, self.timeout = server, ids, timeout
-        self.client = Client(server.address, server.headers, timeout)
+    server: RunningServer
+    ids: bool = False
+    timeout: float = 120.0
+    api: Api = "completions"
+    usual: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
+
+    def __post_init__(self) -> None:
+        self.client = Client(self.server.address, self.server.headers, self.timeout)
+
+    @property
+    def path(self) -> str:
+        return PATHS[self.api]
 
     def body(self, prompt: Prompt, max_tokens: int, **more: Any) -> dict[str, Any]:
-        """Greedy, and of exactly ``max_tokens`` tokens unless ``more`` says otherwise."""
-        asked = {"model": self.server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        asked |= {"ignore_eos": True} | ({"return_token_ids": True} if self.ids else {}) | more
-        return {key: value for key, value in asked.items() if value is not None}
+        """Greedy, and of exactly ``max_tokens`` tokens where the server takes ``ignore_eos``, unless ``more`` says
+        otherwise; None takes a field away. logprobs: how many of the likeliest tokens, whatever the API."""
+        asked = {"model": self.server.model, "max_tokens": max_tokens, "temperature": 0, **self.usual}
+        asked |= {"return_token_ids": True} if self.ids else {}
+        if self.api == "chat":
+            asked["messages"] = [{"role": "user", "content": prompt}]
+            if more.get("logprobs"):
+                more = {**more, "logprobs": True, "top_logprobs": more["logprobs"]}
+        else:
+            asked["prompt"] = prompt
+        return {key: value for key, value in (asked | more).items() if value is not None}
 
     def complete(self, prompt: Prompt, max_tokens: int, **more: Any) -> Completion:
         """One request; never raises for what the server does. more: fields of the body; ``stream`` is read as well."""
@@ -66,10 +85,10 @@ class Asker:
     def send(self, body: Mapping[str, Any]) -> Completion:
         """A body as it is."""
         try:
-            answer = self.client.post(PATH, body)
+            answer = self.client.post(self.path, body)
         except NoAnswer as error:
             return Completion(error=str(error))
-        return completion_of(answer, body.get("prompt", ""))
+        return completion_of(answer, body.get("prompt", ""), self.api)
 
     def json(self, path: str) -> Any:
         """What a GET gives as JSON; None when it is no JSON or did not come."""
@@ -102,55 +121,45 @@ def eventually(holds: Callable[[], bool], seconds: float, every: float = 0.05) -
     return time.monotonic() - began
 
 
-def completion_of(answer: Answer, prompt: Prompt = "") -> Completion:
-    """The completion in an answer to ``prompt``, whole or streamed."""
-    streamed = "text/event-stream" in answer.headers.get("content-type", "")
-    parts = answer.chunks if streamed else [answer.json] if isinstance(answer.json, dict) else []
-    error = _error_in(answer, parts, streamed)
-    choices = [choice for part in parts for choice in part.get("choices") or () if isinstance(choice, dict)]
-    usage: dict[str, Any] = next((part["usage"] for part in reversed(parts) if isinstance(part.get("usage"), dict)), {})
-    said = [choice["logprobs"] for choice in choices if isinstance(choice.get("logprobs"), dict)]
-    tops = [top for one in said for top in one.get("top_logprobs") or ()]
-    read: list[Any] = next((c["prompt_logprobs"] for c in choices if isinstance(c.get("prompt_logprobs"), list)), [])
-    ids = prompt if isinstance(prompt, list) else []
-    tokens = tuple(token for choice in choices for token in choice.get("token_ids") or ())
-    if not error and not choices:
-        error = f"an answer without choices: {answer.said}"
-    return Completion(
-        status=answer.status,
-        error=error,
-        text="".join(choice.get("text") or "" for choice in choices),
-        tokens=tokens,
-        logprobs=tuple(value for one in said for value in one.get("token_logprobs") or () if value is not None),
-        margins=tuple(_margin(top) for top in tops if top is not None),
+def completion_of(answer: Answer, prompt: Prompt = "", api: Api = "completions") -> Completion:
+    """The completion in an answer to ``prompt``, whole or streamed; one of another shape is one with an error."""
+    streams = "text/event-stream" in answer.headers.get("content-type", "")
+    failed = Completion(status=answer.status, seconds=answer.seconds, headers=answer.headers)
+    try:
+        reply = (streamed if streams else whole)(answer, api)
+    except Refused:
+        return replace(failed, error=answer.said)
+    except Malformed as error:
+        return replace(failed, error=str(error), ended=isinstance(error, Ended))
+    if streams and not (answer.events and answer.events[-1].done):
+        return replace(failed, error="the stream ended without [DONE]")
+    one, usage, ids = reply.one, reply.usage, prompt if isinstance(prompt, list) else []
+    scores, read = one.scores or [], reply.prompt_scores or []
+    return replace(
+        failed,
+        text=one.said,
+        tokens=tuple(one.ids or ()),
+        logprobs=tuple(score.logprob for score in scores),
+        margins=tuple(_margin(score) for score in scores),
         prompt_logprobs=tuple(_of_token(entry, token) for entry, token in zip(read, ids, strict=False)),
-        finish=next((c["finish_reason"] for c in reversed(choices) if c.get("finish_reason")), None),
-        prompt_tokens=usage.get("prompt_tokens", len(ids) or None),
-        output_tokens=usage.get("completion_tokens", len(tokens) or None),
-        cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-        seconds=answer.seconds,
-        headers=answer.headers,
+        finish=one.finish,
+        prompt_tokens=usage.prompt if usage else len(ids) or None,
+        output_tokens=usage.completion if usage else _length(one),
+        cached=usage.cached if usage else None,
     )
 
 
-def _error_in(answer: Answer, parts: Sequence[Mapping[str, Any]], streamed: bool) -> str:
-    """Why an answer is none; empty when it is one."""
-    if not answer.ok:
-        return answer.said
-    told = next((part["error"] for part in parts if part.get("error")), None)
-    if told is not None:
-        return f"{ENDED_WITH_ERROR}: {told.get('message', told) if isinstance(told, dict) else told}"
-    if streamed and not (answer.events and answer.events[-1].done):
-        return "the stream ended without [DONE]"
-    return "" if streamed or parts else f"the body is no JSON object: {answer.said}"
+def _length(one: Choice) -> int | None:
+    return len(one.ids) if one.ids else None
 
 
-def _margin(top: Mapping[str, float]) -> float:
-    best = sorted(top.values(), reverse=True)
+def _margin(score: Score) -> float:
+    best = sorted((logprob for _, logprob in score.top), reverse=True)
     return best[0] - best[1] if len(best) > 1 else float("inf")
 
 
 def _of_token(entry: Any, token: int) -> float | None:
     """The token's own log-probability among the candidates for its place."""
     found = entry.get(str(token)) if isinstance(entry, dict) else None
-    return found.get("logprob") if isinstance(found, dict) else None
+    value = found.get("logprob") if isinstance(found, dict) else None
+    return float(value) if isinstance(value, int | float) else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
 from dayzero.acceptance.load.figures import Figures
 from dayzero.acceptance.stages import robust_memory
 from dayzero.acceptance.stages.long_known import Known
-from dayzero.acceptance.stages.robust_ask import ENDED_WITH_ERROR
 from dayzero.acceptance.stages.robust_load import Burst, Flood, Storm
 from dayzero.acceptance.stages.robust_process import DEATH_SECONDS, Drained, Frozen, Killed
 from dayzero.acceptance.stages.robust_same import Difference, difference
@@ -18,6 +18,7 @@ from dayzero.units import bytes_text
 
 MOST_EVIDENCE = 20
 MOST_OF_SIZES = 1 << 30
+CUT_SHARE = 0.5  # of answers that clients left, at least
 CLIFF = 0.5  # of the best throughput that must be left when more is asked than runs at once
 
 
@@ -155,6 +156,7 @@ def storm(seen: Storm, bound: float) -> list[Finding]:
     said = f"{seen.clients} clients left"
     return [
         held("storm", seen.left),
+        _cut(seen),
         _finding(
             "storm.same", "cache", not same.same, "behind a storm of clients that vanish, an answer is what it was",
             f"{said}; {same.why or 'the same'}", "the same answer",
@@ -163,8 +165,29 @@ def storm(seen: Storm, bound: float) -> list[Finding]:
     ]  # fmt: skip
 
 
+def _cut(seen: Storm) -> Finding:
+    """Whether the work of clients that left was ended, by the server's own word: without it, what is held behind the
+    storm says only that the work was over."""
+    claim = "the work for a client that vanishes is ended"
+    if "abort" not in seen.ends:
+        return _not_applicable("storm.cut", "scheduler", claim, "the server does not count answers that were cut off")
+    cut = seen.ends["abort"]
+    whole = sum(seen.ends.get(name, 0.0) for name in ("stop", "length"))
+    return _finding(
+        "storm.cut", "scheduler", cut <= CUT_SHARE * (cut + whole), claim,
+        f"{cut:.0f} answers were cut off, {whole:.0f} were made to their end for nobody",
+        f"more than {CUT_SHARE:.0%} cut off: clients leave before three tenths of an answer",
+        "Abort a request in the engine when its connection closes.",
+    )  # fmt: skip
+
+
 def flood(seen: Flood) -> list[Finding]:
     return [
+        *([_softened(_finding(
+            "malformed.lenient", "server", True, "what servers of other makes take for granted is refused",
+            f"{len(seen.lenient)} kinds were taken: {seen.lenient[0]}", "400 to 499",
+            "Refuse what cannot be done; what is taken without a word is an answer to another question.", seen.lenient,
+        ), True)] if seen.lenient else []),
         _finding(
             "malformed.refused", "server", bool(seen.served), "every malformed request is refused with a 4xx",
             f"{len(seen.served)} kinds of {seen.requests} requests were not"
@@ -184,14 +207,31 @@ def flood(seen: Flood) -> list[Finding]:
     ]  # fmt: skip
 
 
-def scale(levels: Sequence[int], seen: Sequence[Figures]) -> list[Finding]:
-    rates = {number: one.output_tok_s for number, one in zip(levels, seen, strict=True)}
-    best, last = max(rates.values()), rates[levels[-1]]
-    said = ", ".join(f"{rate:.4g} tok/s at {number}" for number, rate in rates.items())
-    errors = {number: one.errors for number, one in zip(levels, seen, strict=True) if one.errors}
+def rates_of(levels: Sequence[int], rounds: Sequence[Sequence[Figures]]) -> dict[int, float]:
+    """Concurrency -> output tokens a second, the median of all rounds."""
+    return {
+        number: statistics.median(seen[at].output_tok_s for seen in rounds) for at, number in enumerate(levels)
+    }  # fmt: skip
+
+
+def falls(levels: Sequence[int], rounds: Sequence[Sequence[Figures]]) -> bool:
+    """Whether throughput falls off a cliff at the last level."""
+    rates = rates_of(levels, rounds)
+    return rates[levels[-1]] < CLIFF * max(rates.values()) or max(rates.values()) <= 0
+
+
+def scale(levels: Sequence[int], rounds: Sequence[Sequence[Figures]]) -> list[Finding]:
+    """rounds: each with the figures of all levels; one that falls is not told before it was measured again."""
+    said = ", ".join(f"{rate:.4g} tok/s at {number}" for number, rate in rates_of(levels, rounds).items())
+    said += f", medians of {len(rounds)} rounds" if len(rounds) > 1 else ""
+    errors: dict[int, int] = {}
+    for seen in rounds:
+        for number, one in zip(levels, seen, strict=True):
+            if one.errors:
+                errors[number] = errors.get(number, 0) + one.errors
     return [
         _finding(
-            "scale.cliff", "scheduler", last < CLIFF * best or best <= 0,
+            "scale.cliff", "scheduler", falls(levels, rounds),
             "throughput does not fall off a cliff when more is asked than runs at once", said,
             f"{CLIFF:.0%} of the best at {levels[-1]} at once",
             "Requests take room from each other and are computed again: see num_preemptions_total in /metrics.",
@@ -256,7 +296,7 @@ def frozen(seen: Frozen) -> list[Finding]:
 
 
 def killed(seen: Killed, ready_seconds: float) -> list[Finding]:
-    told = [one for one in seen.ends if one.error.startswith(ENDED_WITH_ERROR) or one.status == 503]
+    told = [one for one in seen.ends if one.ended or one.status == 503]
     bad = [one.error or f"{one.status}, ended as if whole ({one.finish})" for one in seen.ends if one not in told]
     sick = "not at all" if seen.sick is None else f"after {seen.sick:.1f} s"
     again = "not ready" if seen.ready is None else f"ready after {seen.ready:.1f} s"

@@ -7,8 +7,8 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dayzero.acceptance.accept.http import Answer, NoAnswer
@@ -16,16 +16,18 @@ from dayzero.acceptance.accept.stage import RunningServer
 from dayzero.acceptance.load.drive import LevelRun, run_level
 from dayzero.acceptance.load.figures import Figures, figures
 from dayzero.acceptance.load.workload import Lengths, Level, Workload, requests
+from dayzero.acceptance.stages.answers import PATHS
 from dayzero.acceptance.stages.long_known import Known, limit_of
+from dayzero.acceptance.stages.metrics import read_ends
 from dayzero.acceptance.stages.perf_load import Opened, prompts_for
-from dayzero.acceptance.stages.robust_ask import PATH, Asker, Completion, at_once
-from dayzero.acceptance.stages.robust_soak import held, leave
+from dayzero.acceptance.stages.robust_ask import Asker, Completion, at_once
+from dayzero.acceptance.stages.robust_soak import LEAVING, held, leave
 
 LEAST_OF_A_LEVEL = 3
 HOLDING, HOLD_SECONDS, BURST_TOKENS = 8, 2.0, 4  # clients of a burst whose answers take so long that the others wait
 MOST_HELD = 2000
 STORM_WORKERS, FLOOD_WORKERS = 32, 8
-CHAT = "/v1/chat/completions"
+PATH, CHAT = PATHS["completions"], PATHS["chat"]
 DEEP = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
 # (method, path, body): nothing of it can be served. A body of None is left out; bytes go as they are.
 MALFORMED: tuple[tuple[str, str, Any], ...] = (
@@ -40,16 +42,21 @@ MALFORMED: tuple[tuple[str, str, Any], ...] = (
     ("POST", CHAT, {"messages": [{"role": 1}]}), ("POST", CHAT, b"<xml/>"), ("GET", PATH, None),
     ("DELETE", CHAT, None), ("GET", "/v1/nothing", None),
 )  # fmt: skip
+# Of these, what servers are known to take, and give what they think is meant (as ``refusals.LENIENT``).
+LENIENT: tuple[Any, ...] = ({"prompt": "x", "n": 0}, {"prompt": "x", "stop": 5}, {"prompt": "x", "model": "nobody"})
+LEAVES_WITHIN = 0.3  # of the time that a whole answer takes: a client that leaves later has seen all of it
 
 
 @dataclass(frozen=True)
 class Storm:
-    """clients: that vanished. before, after: the answer to one prompt. left: what is held (see ``held``)."""
+    """clients: that vanished. before, after: the answer to one prompt. left: what is held (see ``held``). ends: how the
+    answers that were begun have ended, by the server's own counters; empty where it has none."""
 
     clients: int
     before: Completion
     after: Completion
     left: dict[str, float] | None
+    ends: Mapping[str, float] = field(default_factory=dict)
 
 
 def storm(known: Known, clients: int, seed: int) -> Storm:
@@ -58,30 +65,36 @@ def storm(known: Known, clients: int, seed: int) -> Storm:
     prompt = known.prompt(rng, min(24, limit // 4))
     longest = min(400, limit // 2)
     before = known.asker.complete(prompt, 8, logprobs=2)
+    whole = longest * known.asker.complete(prompt, 8).seconds / 8
+    within = (min(LEAVING[0], LEAVES_WITHIN * whole / 4), min(LEAVING[1], LEAVES_WITHIN * whole))
     deals = [random.Random(f"{seed} storm {i}") for i in range(clients)]
-    at_once(
-        lambda deal: leave(known.asker, known.prompt(deal, deal.randrange(1, min(32, limit // 3))), longest, deal),
-        deals,
-        STORM_WORKERS,
-    )
+    begun = read_ends(known.asker.client)
+
+    def client(deal: random.Random) -> None:
+        leave(known.asker, known.prompt(deal, deal.randrange(1, min(32, limit // 3))), longest, deal, within)
+
+    at_once(client, deals, STORM_WORKERS)
     left = held(known.asker)
-    return Storm(clients, before, known.asker.complete(prompt, 8, logprobs=2), left)
+    ended = {name: count - begun.get(name, 0.0) for name, count in read_ends(known.asker.client).items()}
+    return Storm(clients, before, known.asker.complete(prompt, 8, logprobs=2), left, ended)
 
 
 @dataclass(frozen=True)
 class Flood:
-    """served: malformed requests that did not get a 4xx. sick: what a probe said meanwhile, where it was not 200.
+    """served: malformed requests that did not get a 4xx. lenient: those that servers of other makes are known to take.
+    sick: what a probe said meanwhile, where it was not 200.
     silent: refusals without a sentence."""
 
     requests: int
     served: list[str]
+    lenient: list[str]
     silent: list[str]
     sick: list[str]
     probe: str
 
 
-def flood(asker: Asker, count: int, seed: int) -> Flood:
-    """Malformed requests at once, while a probe is asked again and again."""
+def flood(asker: Asker, count: int, seed: int, own: bool = True) -> Flood:
+    """Malformed requests at once, while a probe is asked again and again. own: the server is of this package."""
     probe = "/health" if asker.status("/health") == 200 else "/v1/models"
     sick, stop = list[str](), threading.Event()
 
@@ -99,11 +112,15 @@ def flood(asker: Asker, count: int, seed: int) -> Flood:
     seen = at_once(lambda one: _malformed(asker, *one), asked, FLOOD_WORKERS)
     stop.set()
     watcher.join(30.0)
-    served = [f"{_said(one)}: {answer}" for one, (good, answer, _) in zip(asked, seen, strict=True) if not good]
+    served: dict[bool, dict[str, None]] = {False: {}, True: {}}
+    for one, (good, answer, _) in zip(asked, seen, strict=True):
+        if not good:
+            meant_well = not own and answer.startswith("200") and one[2] in LENIENT
+            served[meant_well][f"{_said(one)}: {answer}"] = None
     silent = [
         f"{_said(one)}: {answer}" for one, (good, answer, told) in zip(asked, seen, strict=True) if good and not told
     ]
-    return Flood(len(asked), list(dict.fromkeys(served)), list(dict.fromkeys(silent)), sick, probe)
+    return Flood(len(asked), list(served[False]), list(served[True]), list(dict.fromkeys(silent)), sick, probe)
 
 
 def _malformed(asker: Asker, method: str, path: str, body: Any) -> tuple[bool, str, bool]:
@@ -123,23 +140,26 @@ def _said(one: tuple[str, str, Any]) -> str:
 # --- more than there is room for -------------------------------------------------------------------------------------
 
 
-def scale(server: RunningServer, known: Known, levels: Sequence[int], timeout: float, seed: int) -> list[Figures]:
-    """Short requests at each concurrency, as many each as run at once."""
+def scale(
+    server: RunningServer, known: Known, levels: Sequence[int], timeout: float, seed: int, rounds: int = 1
+) -> list[list[Figures]]:
+    """Short requests at each concurrency, as many each as run at once; all levels, ``rounds`` times."""
     limit = limit_of(known) or 1 << 30
     prompt, output = min(16, limit // 4), min(8, limit // 4)
     prompts = prompts_for(known, seed)
 
-    async def work() -> list[LevelRun]:
-        with Opened(server, known, timeout) as opened:
-            runs = []
-            for number in levels:
-                level = Level(concurrency=number)
-                lengths = Lengths(prompt, prompt), Lengths(output, output)
-                workload = Workload(*lengths, num_requests=max(LEAST_OF_A_LEVEL, number), seed=seed)
-                runs.append(await run_level(opened.driver, level, requests(workload, level, "robustness", prompts)))
-            return runs
+    async def level(opened: Opened, number: int, name: str) -> LevelRun:
+        one = Level(concurrency=number)
+        lengths = Lengths(prompt, prompt), Lengths(output, output)
+        workload = Workload(*lengths, num_requests=max(LEAST_OF_A_LEVEL, number), seed=seed)
+        return await run_level(opened.driver, one, requests(workload, one, name, prompts))
 
-    return [figures(run) for run in asyncio.run(work())]
+    async def work() -> list[list[LevelRun]]:
+        with Opened(server, known, timeout) as opened:
+            names = ["robustness", *(f"robustness {n}" for n in range(1, rounds))]
+            return [[await level(opened, number, name) for number in levels] for name in names]
+
+    return [[figures(run) for run in runs] for runs in asyncio.run(work())]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from dayzero.acceptance.accept.stage import RunningServer
 from dayzero.acceptance.stages.long_known import Known, limit_of
+from dayzero.acceptance.stages.metrics import RUNNING, read_numbers
 from dayzero.acceptance.stages.robust_ask import Completion, Prompt, eventually
 from dayzero.acceptance.stages.robust_same import Difference, difference
-from dayzero.acceptance.stages.robust_soak import gauges
 
 STEPS_OF_SLACK = 5  # docs/operations.md, Probes: frozen is five times the slowest of 100 steps, where that is longer
 DEATH_SECONDS = 2.0  # docs/operations.md, Processes: /health turns 503 within two seconds
@@ -65,7 +65,7 @@ def engine_of(server: RunningServer) -> int:
 
 def freeze(server: RunningServer, known: Known, case: tuple[Prompt, Completion], stall: float, bound: float) -> Frozen:
     """Stop the engine process with work queued; let it go on. case: a prompt and what it got alone."""
-    slowest = gauges(known.asker).get("engine_slowest_step_seconds", 0.0)
+    slowest = read_numbers(known.asker.client).get("engine_slowest_step_seconds", 0.0)
     limit = max(stall, STEPS_OF_SLACK * slowest) + POLL_SLACK
     pid, (prompt, alone) = engine_of(server), case
     os.kill(pid, signal.SIGSTOP)
@@ -129,5 +129,5 @@ def _begin(
         prompt, tokens, stream=True, stream_options=usage
     )
     streams = [pool.submit(ask) for _ in range(count)]
-    eventually(lambda: gauges(known.asker).get("num_requests_running", 0) >= count, BEGIN_SECONDS, every=0.01)
+    eventually(lambda: read_numbers(known.asker.client).get(RUNNING, 0) >= count, BEGIN_SECONDS, every=0.01)
     return streams

@@ -7,12 +7,6 @@ from dataclasses import dataclass
 
 from dayzero.acceptance.stages.robust_ask import Completion
 
-# Of a log-probability. Float32: a chain of some hundred roundings of 2^-24 on logits of some tens. Sixteen bits: half
-# the step of bfloat16 (2^-8) at a logit of 32, which two answers can miss in opposite directions.
-BOUNDS = {"f32": 1e-3, "float32": 1e-3}
-NARROW_BOUND = 0.125
-CAP = 0.5  # no arithmetic explains more
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -31,13 +25,9 @@ class Difference:
         return self.same and self.parted is not None
 
 
-def bound_of(dtype: str) -> float:
-    """dtype: as ``/v1/models`` says it; empty where nobody says."""
-    return BOUNDS.get(dtype, NARROW_BOUND)
-
-
 def difference(alone: Completion, other: Completion, bound: float) -> Difference:
-    """``other`` against ``alone``. Answers without ids or log-probabilities must have the same text."""
+    """``other`` against ``alone``. bound: of ``ties.bound_of``, or 0 where nothing may differ. Answers without ids or
+    log-probabilities must have the same text."""
     if not alone.good or not other.good:
         return Difference(False, why=alone.error or other.error)
     if not alone.tokens or not other.tokens:

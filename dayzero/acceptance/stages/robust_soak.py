@@ -7,7 +7,6 @@ requests. Each answer is held against what the same prompt got alone before the 
 from __future__ import annotations
 
 import random
-import re
 import threading
 import time
 from collections import Counter
@@ -17,22 +16,33 @@ from typing import Any
 
 from dayzero.acceptance.accept.http import NoAnswer
 from dayzero.acceptance.stages import robust_memory
+from dayzero.acceptance.stages.answers import Api
 from dayzero.acceptance.stages.long_known import Known, limit_of
-from dayzero.acceptance.stages.robust_ask import PATH, Asker, Completion, Prompt, eventually
+from dayzero.acceptance.stages.metrics import HELD, read_numbers
+from dayzero.acceptance.stages.robust_ask import Asker, Completion, Prompt, eventually
 from dayzero.acceptance.stages.robust_same import difference
 
 NUM_PROMPTS, NUM_CLIENTS, SAMPLE_SECONDS, SETTLE_SECONDS = 12, 8, 0.2, 20.0
 LONGER = 4
 SHARED_TOKENS, OWN_TOKENS = 90, 60
-BAD: tuple[Mapping[str, Any], ...] = (
-    {"prompt": "x", "max_tokens": -1},
-    {"prompt": [[]], "max_tokens": 1},
-    {"prompt": "x", "temperature": "hot"},
-    {"prompt": "x", "max_tokens": 10**9},
-    {"prompt": {"a": 1}},
-    {"model": "nobody", "prompt": "x"},
-)
-_GAUGE = re.compile(r"^(?:dayzero|vllm):(?P<name>\w+)(?:\{[^}]*\})? (?P<value>[0-9.eE+-]+)$", re.MULTILINE)
+USER = {"role": "user", "content": "x"}
+BAD: Mapping[Api, tuple[Mapping[str, Any], ...]] = {
+    "completions": (
+        {"prompt": "x", "max_tokens": -1}, {"prompt": [[]], "max_tokens": 1}, {"prompt": "x", "temperature": "hot"},
+        {"prompt": {"a": 1}}, {"model": "nobody", "prompt": "x"},
+    ),
+    "chat": (
+        {"messages": [USER], "max_tokens": -1}, {"messages": []}, {"messages": [USER], "temperature": "hot"},
+        {"messages": {"a": 1}}, {"model": "nobody", "messages": [USER]},
+    ),
+}  # fmt: skip
+# What keeps a server busy for good where it is taken, so it is sent to our own alone (as ``refusals.ENDLESS``).
+ENDLESS: Mapping[str, Any] = {"max_tokens": 10**9}
+
+
+def bad_requests(known: Known) -> list[Mapping[str, Any]]:
+    """Fields that make a good request one that no server may take."""
+    return [*BAD[known.asker.api], *([ENDLESS] if known.own else [])]
 
 
 @dataclass
@@ -55,11 +65,13 @@ class Soak:
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked. prompts and how many tokens each answer has; alone: what each got with nobody beside it."""
+    """What is asked. prompts and how many tokens each answer has; alone: what each got with nobody beside it. bad:
+    fields of requests that are to be refused."""
 
     prompts: Sequence[Prompt]
     sizes: Sequence[int]
     alone: Sequence[Completion]
+    bad: Sequence[Mapping[str, Any]] = BAD["completions"]
 
 
 def load_of(known: Known, seed: int, told: Callable[[str], None] = lambda text: None, longer: int = 3) -> Load:
@@ -78,7 +90,7 @@ def load_of(known: Known, seed: int, told: Callable[[str], None] = lambda text: 
     for number, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
         told(f"prompt {number + 1} of {NUM_PROMPTS} alone")
         alone.append(known.asker.complete(prompt, size, logprobs=2))
-    return Load(prompts, sizes, alone)
+    return Load(prompts, sizes, alone, bad_requests(known))
 
 
 def soak(known: Known, load: Load, seconds: float, memory: Callable[[], list[int]], bound: float, seed: int) -> Soak:
@@ -112,7 +124,7 @@ def _client(
         which, kind = deal.randrange(len(load.prompts)), deal.random()
         prompt, size = load.prompts[which], load.sizes[which]
         if kind < 0.1:
-            bad = asker.send({**asker.body("x", 1), **deal.choice(BAD)})
+            bad = asker.send({**asker.body("x", 1), **deal.choice(load.bad)})
             with lock:
                 out.counts["bad"] += 1
                 if not 400 <= bad.status < 500:
@@ -142,29 +154,22 @@ def _ask(asker: Asker, load: Load, which: int, stream: bool, into: tuple[Soak, t
             out.wrong.append(f"prompt {which}: {found.why}")
 
 
-def leave(asker: Asker, prompt: Prompt, max_tokens: int, deal: random.Random) -> None:
+LEAVING = (0.02, 0.22)  # seconds in which a client goes away before its answer has begun to come
+
+
+def leave(
+    asker: Asker, prompt: Prompt, max_tokens: int, deal: random.Random, within: tuple[float, float] = LEAVING
+) -> None:
     """A client that goes away, before its answer has begun or in the middle of it."""
     body = asker.body(prompt, max_tokens, stream=True)
     early = deal.random() < 0.5
     try:
-        asker.client.leave(PATH, body, deal.randrange(1, 2000), timeout=0.02 + 0.2 * deal.random() if early else None)
+        asker.client.leave(asker.path, body, deal.randrange(1, 2000), timeout=deal.uniform(*within) if early else None)
     except NoAnswer:
         pass  # it left before there was one
 
 
 # --- what is held ----------------------------------------------------------------------------------------------------
-
-
-def gauges(asker: Asker) -> dict[str, float]:
-    """The server's numbers by name, without their prefixes and labels; empty where it exports none."""
-    try:
-        text = asker.client.get("/metrics").body.decode("utf-8", "replace")
-    except NoAnswer:
-        return {}
-    return {found["name"]: float(found["value"]) for found in _GAUGE.finditer(text)}
-
-
-HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 def held(asker: Asker, seconds: float = SETTLE_SECONDS) -> dict[str, float] | None:
@@ -174,7 +179,7 @@ def held(asker: Asker, seconds: float = SETTLE_SECONDS) -> dict[str, float] | No
 
     def nothing() -> bool:
         nonlocal last
-        seen = gauges(asker)
+        seen = read_numbers(asker.client)
         last = {name: seen[name] for name in HELD if name in seen}
         return bool(last) and not any(last.values())
 

@@ -14,15 +14,17 @@ from dayzero.acceptance.accept.stage import Context, Figure, Profile, RunningSer
 from dayzero.acceptance.stages import robust_findings as judge
 from dayzero.acceptance.stages import robust_load, robust_memory, robust_process, robust_soak
 from dayzero.acceptance.stages.long_known import Known, chunk_of, limit_of, look, paper_of
-from dayzero.acceptance.stages.robust_same import bound_of, difference
+from dayzero.acceptance.stages.robust_same import difference
 from dayzero.acceptance.stages.robust_soak import Load, Soak
+from dayzero.acceptance.stages.ties import bound_of
 from dayzero.arch.cost import cache_cost
-from dayzero.errors import MachineError
+from dayzero.errors import UserError
 from dayzero.finding import Finding
 
 RUNNING, WAITING, STALL_SECONDS, DRAIN_SECONDS = 4, 16, 1.0, 60.0
 STEP_TOKENS = 32  # short steps: few sizes to warm up, and what counts as frozen is five times the slowest of them
 WARM_ROUNDS, WARM_SECONDS = 2, 10.0  # a further round is asked where the first was quick
+MORE_ROUNDS = 2  # of levels, where the first one falls off a cliff
 LEAST_POOL = 2 << 20
 
 
@@ -80,7 +82,7 @@ def _started(context: Context, size: Size, stack: contextlib.ExitStack) -> tuple
     if pool is not None:
         try:
             return stack.enter_context(context.services.private(*options, "--pool-bytes", str(pool))), True
-        except MachineError:
+        except UserError:
             pass  # the smallest sequence of this model needs more: as large as it likes, then
     return stack.enter_context(context.services.private(*options)), False
 
@@ -105,9 +107,13 @@ def _loaded(
     told(f"{size.storm} clients that vanish")
     found = judge.storm(robust_load.storm(known, size.storm, seed), bound)
     told(f"{size.flood} malformed requests")
-    found += judge.flood(robust_load.flood(known.asker, size.flood, seed))
+    found += judge.flood(robust_load.flood(known.asker, size.flood, seed, known.own))
     told("more and more at once")
-    found += judge.scale(size.levels, robust_load.scale(server, known, size.levels, size.timeout, seed))
+    rounds = robust_load.scale(server, known, size.levels, size.timeout, seed)
+    if judge.falls(size.levels, rounds):  # one look at a busy machine is no cliff
+        told("more and more at once, again")
+        rounds += robust_load.scale(server, known, size.levels, size.timeout, seed + 1, MORE_ROUNDS)
+    found += judge.scale(size.levels, rounds)
     told(f"{size.burst} requests in one burst")
     room = RUNNING + WAITING if context.services.own else None
     found += judge.burst(robust_load.burst(known, size.burst, seed), room)
@@ -180,7 +186,7 @@ def _again(context: Context, size: Size, load: Load) -> Finding:
     with contextlib.ExitStack() as stack:
         try:
             server, _ = _started(context, size, stack)
-        except MachineError as error:
+        except UserError as error:
             return judge.restarted([], str(error), time.monotonic() - began)
         seconds = time.monotonic() - began
         known = look(context, server, size.timeout)

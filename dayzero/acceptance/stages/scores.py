@@ -8,12 +8,10 @@ from typing import Any
 
 from dayzero.acceptance.stages.answers import PATHS, Api, Choice, Malformed, Refused, Score, at, whole
 from dayzero.acceptance.stages.asking import Ask, Check, Checks
-from dayzero.acceptance.stages.greedy import PROMPTS, TIE
+from dayzero.acceptance.stages.greedy import PROMPTS
 
 NUM_TOP = 5
 SUM_SLACK = 1e-3  # float32 softmax over a large vocabulary, as logarithms with few digits
-# Prompt and answer are computed in steps of other shapes; bfloat16 logits of the usual size differ by two roundings.
-SAME = 0.25
 REMEDY = "Take log-probabilities from the logits that the token was drawn from, before penalties, in float32."
 READ_BACK = "Prefill and decode disagree: compare positions, cache records and masks of the two paths."
 
@@ -28,8 +26,8 @@ def checks() -> tuple[Check, ...]:
     )  # fmt: skip
 
 
-def faults_of(scores: list[Score], greedy: bool) -> list[str]:
-    """What cannot be true of them."""
+def faults_of(scores: list[Score], tie: float | None) -> list[str]:
+    """What cannot be true of them. tie: margin within which a greedy token need not be the likeliest; None: sampled."""
     found = []
     for place, score in enumerate(scores):
         top = [p for _, p in score.top]
@@ -45,7 +43,7 @@ def faults_of(scores: list[Score], greedy: bool) -> list[str]:
         named = [p for key, p in score.top if key and key == score.key and "\ufffd" not in str(key)]
         if named and min(abs(p - score.logprob) for p in named) > SUM_SLACK:
             found.append(f"token {place}: the chosen token has {score.logprob:.4f}, and {named[0]:.4f} in the list")
-        if greedy and top and score.logprob < max(top) - TIE:
+        if tie is not None and top and score.logprob < max(top) - tie:
             found.append(f"token {place}: not the likeliest, by {max(top) - score.logprob:.3f}")
     return found
 
@@ -67,7 +65,7 @@ def _possible_in(ask: Ask, out: Checks, api: Api) -> None:
                 remedy="Give them, or refuse the field: what is ignored in silence is missed later.",
             )  # fmt: skip
             return
-        wrong += [f"{prompt!r}, {fault}" for fault in faults_of(scores, greedy=True)]
+        wrong += [f"{prompt!r}, {fault}" for fault in faults_of(scores, ask.rounding)]
         counts.append((len(scores), reply.used.completion))
         mismatched += _spelled(api, reply.one)
         out.sample("logprob of a greedy answer", f"{api}: {prompt}", sum(score.logprob for score in scores))
@@ -79,7 +77,7 @@ def _possible_in(ask: Ask, out: Checks, api: Api) -> None:
     )  # fmt: skip
     out.judge(
         f"greedy.top-{api}", f"a greedy token is the likeliest by its own log-probabilities ({api})", not greedy,
-        greedy[:4] or "all", f"within {TIE} nat of the likeliest", layer="operator",
+        greedy[:4] or "all", f"within {ask.rounding:.2g} nat of the likeliest", layer="operator",
         remedy="Check that temperature 0 takes the likeliest token of the logits that are told.",
     )  # fmt: skip
     # a stop token may be counted and not be shown
@@ -118,8 +116,9 @@ def _streamed(ask: Ask, out: Checks) -> None:
         same = two is not None and [s.key for s in one] == [s.key for s in two]
         far = max((abs(a.logprob - b.logprob) for a, b in zip(one, two or [])), default=0.0)
         out.judge(
-            f"logprobs.stream-{api}", claim, same and far <= SAME,
-            f"{len(one)} and {len(two or [])} tokens, {far:.4f} nat apart", f"the same tokens, within {SAME} nat",
+            f"logprobs.stream-{api}", claim, same and far <= ask.rounding,
+            f"{len(one)} and {len(two or [])} tokens, {far:.4f} nat apart",
+            f"the same tokens, within {ask.rounding:.2g} nat",
             remedy="Send each chunk with the log-probabilities of its own tokens.",
         )  # fmt: skip
 
@@ -152,8 +151,8 @@ def _echo(ask: Ask, out: Checks) -> None:
         return
     far = max((abs(a.logprob - b.logprob) for a, b in zip(own, there, strict=False)), default=math.inf)
     out.judge(
-        "logprobs.echo", claim, len(there) == len(own) and far <= SAME, f"{far:.4f} nat over {len(own)} tokens",
-        f"{SAME} nat", layer="cache", remedy=READ_BACK,
+        "logprobs.echo", claim, len(there) == len(own) and far <= ask.rounding, f"{far:.4f} nat over {len(own)} tokens",
+        f"{ask.rounding:.2g} nat", layer="cache", remedy=READ_BACK,
     )  # fmt: skip
     out.sample("read back, nat apart", str(prompt), far if math.isfinite(far) else -1.0)
 
@@ -164,23 +163,25 @@ def _prompt(ask: Ask, out: Checks) -> None:
     api = ask.api or "chat"
     answer = ask.post(api, PROMPTS[1], temperature=0, max_tokens=1, prompt_logprobs=1, return_token_ids=True)
     reply = whole(answer, api)
-    found = answer.json.get("prompt_logprobs") or answer.json["choices"][0].get("prompt_logprobs")
+    found = reply.prompt_scores
     if found is None and not ask.ours:
         out.skip("logprobs.prompt", claim, "taken without a word, and none were given", "cache")
         return
-    if not isinstance(found, list):
-        raise Malformed(f"prompt_logprobs is {str(found)[:40]}, no list")
+    if found is None:
+        raise Malformed("there is no list of prompt_logprobs")
     ids: Sequence[int | None] = reply.prompt_ids or [None] * reply.used.prompt
     wrong = (
         [] if found[:1] == [None] and len(found) == reply.used.prompt else [f"{len(found)} entries, {found[:1]} first"]
     )
+    strange = []  # what is written beside another id was computed, and is at the wrong place
     for place, (token, entry) in enumerate(zip(ids, found)):
         numbers = [one.get("logprob") for one in (entry or {}).values()]
         if place and (not numbers or not all(isinstance(p, int | float) and p <= SUM_SLACK for p in numbers)):
             wrong.append(f"id {place}: {numbers}")
         elif place and token is not None and str(token) not in entry:
-            wrong.append(f"id {place} is {token}, and {list(entry)} are told")
+            strange.append(f"id {place} is {token}, and {list(entry)} are told")
+    wrong += strange
     out.judge(
         "logprobs.prompt", claim, not wrong, wrong[:3] or f"{len(found)} ids", "one a token, null first, none above 0",
-        layer="cache", remedy="Give the log-probability of each prompt id, cached or not.",
+        layer="server" if strange else "cache", remedy="Give the log-probability of each prompt id, cached or not.",
     )  # fmt: skip

@@ -11,6 +11,7 @@ from dayzero.acceptance.stages.asking import Ask, Check, Checks
 
 TEXT: tuple[Api, ...] = ("completions",)
 ENDS = ("stop", "length", "tool_calls", "content_filter", "function_call")
+LONG_TEXT = "Be very brief. " * 4
 FIELD = "Give every field that the API's reference names, with its type."
 
 
@@ -81,7 +82,7 @@ def _common(body: Any, kind: str, ask: Ask) -> None:
 
 def _checked(ask: Ask, api: Api, prompt: Any, **fields: Any) -> tuple[Answer, dict[str, Any]]:
     answer = ask.post(api, prompt, temperature=0, max_tokens=4, **fields)
-    whole(answer, api)  # Refused, Malformed
+    _ = whole(answer, api).used  # Refused, Malformed
     return answer, answer.json
 
 
@@ -115,13 +116,17 @@ def _parts(ask: Ask, out: Checks) -> None:
 def _roles(ask: Ask, out: Checks) -> None:
     turns = [{"role": "user", "content": "One."}, {"role": "assistant", "content": "Two."},
              {"role": "user", "content": "Three."}]  # fmt: skip
-    bare = ask.whole("chat", turns, temperature=0, max_tokens=1).used.prompt
     refused, ignored = {}, []
     for role in ("system", "developer"):
-        answer = ask.post("chat", [{"role": role, "content": "Be very brief."}, *turns], temperature=0, max_tokens=1)
-        if not answer.ok:
-            refused[role] = answer.said
-        elif whole(answer, "chat").used.prompt <= bare:
+        # two texts, since a template may write one of its own where none is given, which may be longer
+        asked = [[{"role": role, "content": text}, *turns] for text in ("Be very brief.", LONG_TEXT)]
+        answers = [ask.post("chat", messages, temperature=0, max_tokens=1) for messages in asked]
+        bad = next((answer for answer in answers if not answer.ok), None)
+        if bad is not None:
+            refused[role] = bad.said
+            continue
+        brief, long = (whole(answer, "chat").used.prompt for answer in answers)
+        if long <= brief:
             ignored.append(role)
     out.judge(
         "chat.roles", "messages of system and developer are taken, and reach the prompt", not refused and not ignored,

@@ -61,11 +61,15 @@ def _strings(ask: Ask, out: Checks) -> None:
             f"stop.string-{api}", claim, not wrong, shown or f"{len(ways)} ways", f"{wanted[0][-20:]!r}, 'stop'",
             remedy=CUT,
         )  # fmt: skip
+        claim = f"a stop string ends the work too ({api})"
+        if "whole" in wrong:
+            out.skip(f"stop.work-{api}", claim, "the stop string was not found at all", "scheduler")
+            continue
         used, most = ways["whole"].used.completion, told.used.completion
         if most >= ENOUGH_TOKENS:  # it is cut in the middle: who takes all of them has worked on behind it
             most -= 1
         out.judge(
-            f"stop.work-{api}", f"a stop string ends the work too ({api})", 0 < used <= most,
+            f"stop.work-{api}", claim, 0 < used <= most,
             f"{used} tokens", f"1 to {most}; the whole answer has {told.used.completion}", layer="scheduler",
             remedy="End the request in the engine when its text holds a stop string.",
         )  # fmt: skip

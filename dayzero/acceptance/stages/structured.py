@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dayzero.acceptance.stages.answers import CHAT, Choice, Malformed, Refused
-from dayzero.acceptance.stages.asking import Ask, Check, Checks
+from dayzero.acceptance.stages.asking import Ask, Check, Checks, lost_in_thought
 from dayzero.acceptance.stages.tools import LONG_ENOUGH, PARAMETERS, good
 
 PATTERN = r"[a-c]{3}-[0-9]{2}"
@@ -16,6 +16,7 @@ PATTERN = r"[a-c]{3}-[0-9]{2}"
 LETTERS = "\u00e9\u4eac\u3042\U0001f642\u200de\u0301\U0001f469\u200d\U0001f467"
 PROMPT = "Where shall we go, and for how many days? Answer in JSON."
 GRAMMAR = "Mask the logits by the grammar at every token, and end the answer only where the grammar may end."
+CHARACTERS = "a stream never cuts a character in two"
 HOLD_BACK = "Keep bytes back until they are whole characters before a chunk is sent."
 
 BLANKS = 16  # at its end, of an answer that is nothing else any more
@@ -38,7 +39,7 @@ def _json(text: str) -> Any:
 
 
 def _both(ask: Ask, fields: Mapping[str, Any]) -> tuple[Choice, Choice]:
-    asked = {"temperature": 0, "max_tokens": LONG_ENOUGH, **fields}
+    asked = {"temperature": 0, "max_tokens": ask.room(LONG_ENOUGH), **fields}
     return ask.whole("chat", PROMPT, **asked).one, ask.streamed("chat", PROMPT, **asked).one
 
 
@@ -46,7 +47,9 @@ def _schema(ask: Ask, out: Checks) -> None:
     schema = {"name": "trip", "schema": dict(PARAMETERS), "strict": True}
     one, stream = _both(ask, {"response_format": {"type": "json_schema", "json_schema": schema}})
     claim = "an answer of response_format json_schema obeys the schema"
-    if one.finish == "length" and one.text.lstrip()[:1] in ("", "{") and one.text[-BLANKS:].isspace():
+    if lost_in_thought(one):
+        out.skip("structured.schema", claim, f"the answer is reasoning alone: {one.reasoning[-60:]!r}")
+    elif one.finish == "length" and one.text.lstrip()[:1] in ("", "{") and one.text[-BLANKS:].isspace():
         # A model of no skill may put blanks between two parts of an object for ever, as the grammar of JSON lets it.
         out.skip("structured.schema", claim, f"{LONG_ENOUGH} tokens were spent on blanks: {one.text.strip()[:60]!r} …")
     else:
@@ -59,7 +62,7 @@ def _schema(ask: Ask, out: Checks) -> None:
 
 
 def _object(ask: Ask, out: Checks) -> None:
-    one, _ = _both(ask, {"response_format": {"type": "json_object"}, "max_tokens": 48})
+    one, _ = _both(ask, {"response_format": {"type": "json_object"}, "max_tokens": ask.room(48)})
     text = one.text.strip()
     value = _json(text)
     # an object that is cut off by the limit is not wrong; what comes before the first brace is
@@ -76,7 +79,7 @@ def extension(ask: Ask, kind: str, value: Any, holds: Callable[[str], bool]) -> 
     api, said = ask.api or "chat", []
     for fields in ({"structured_outputs": {kind: value}}, {f"guided_{kind}": value}):
         try:
-            text = ask.whole(api, PROMPT, temperature=0, max_tokens=LONG_ENOUGH, **fields).one.text
+            text = ask.whole(api, PROMPT, temperature=0, max_tokens=ask.room(LONG_ENOUGH), **fields).one.text
         except Refused as error:
             said.append(f"{next(iter(fields))}: refused with {error}")
             continue
@@ -101,9 +104,12 @@ def _regex(ask: Ask, out: Checks) -> None:
 def _characters(ask: Ask, out: Checks) -> None:
     """With letters that the answer is forced to have, where the server is able to; else with what the model writes."""
     api = ask.api or "chat"
-    held, _ = extension(ask, "choice", [LETTERS], lambda text: text == LETTERS)
+    held, why = extension(ask, "choice", [LETTERS], lambda text: text == LETTERS)
+    if held is None and ask.ours:  # its grammars are judged above: letters that are forced must come as they are
+        out.judge("stream.characters", CHARACTERS, False, why, LETTERS, remedy=HOLD_BACK)
+        return
     prompt = PROMPT if held else f"Repeat this exactly: {LETTERS}"
-    fields = {"temperature": 0, "max_tokens": LONG_ENOUGH if held else 40, **(held or {})}
+    fields = {"temperature": 0, "max_tokens": ask.room(LONG_ENOUGH) if held else 40, **(held or {})}
     reply, text = ask.streamed(api, prompt, **fields), ask.whole(api, prompt, **fields).one.said
     halves = 0
     for event in reply.answer.events:
@@ -112,6 +118,6 @@ def _characters(ask: Ask, out: Checks) -> None:
         halves += any(0xD800 <= ord(c) < 0xE000 for c in json.dumps(event.json, ensure_ascii=False))
     said = reply.one.said
     out.judge(
-        "stream.characters", "a stream never cuts a character in two", not halves and said == text,
+        "stream.characters", CHARACTERS, not halves and said == text,
         f"{said[:40]!r}{' (forced)' if held else ''}, {halves} half surrogates", f"{text[:40]!r}", remedy=HOLD_BACK,
     )  # fmt: skip

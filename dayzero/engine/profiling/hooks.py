@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.site import Bind
 from dayzero.engine.graphs import Mark
+from dayzero.engine.profiling.device_time import RANGE, DeviceTimes
 from dayzero.engine.profiling.work import Call, Counter, Work
 from dayzero.ops.contract import CONTRACTS
 
-# Their references are other operators in turn, and a block that finds one bound runs those, as they are bound.
-COMPOSED = frozenset({"cache.write_latent", "residual.add_norm", "residual.attn_mix_norm"})
-
 Key = tuple[str, str]  # contract, site
+Times = dict[Key, tuple[float, int]]  # seconds, calls
+Look = Literal["time", "ranges", "work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,9 @@ class Hooks:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._looking: Literal["", "time", "work"] = ""
+        self._looking: Look | None = None
         self._spans: list[_Span] = []
+        self._ranges: list[Key] = []
         self._works: dict[Key, list[Work]] = {}
         self._counter: Counter | None = None
 
@@ -44,7 +47,7 @@ class Hooks:
         def bound(contract: str, site: str) -> Callable[..., Any]:
             function = bind(contract, site)
             declared = CONTRACTS.get(contract)
-            if contract in COMPOSED and declared is not None and function is declared.body:
+            if declared is not None and declared.composed and function is declared.body:
                 return function
             return self._hooked((contract, site), function)
 
@@ -52,8 +55,12 @@ class Hooks:
 
     def _hooked(self, key: Key, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._looking:
+            if self._looking is None:
                 return function(*args, **kwargs)
+            if self._looking == "ranges":
+                self._ranges.append(key)
+                with torch.profiler.record_function(f"{RANGE}{len(self._ranges) - 1}"):
+                    return function(*args, **kwargs)
             if self._looking == "work":
                 out = function(*args, **kwargs)
                 assert self._counter is not None
@@ -67,18 +74,32 @@ class Hooks:
         return run
 
     @contextmanager
-    def looking(self, at: Literal["time", "work"]) -> Any:
-        """Within, calls are timed, or their work is counted (which waits for the device)."""
+    def looking(self, at: Look) -> Any:
+        """Within, calls are timed by marks before and behind them, are ranges of a trace, or their work is counted
+        (which waits for the device)."""
         self._looking = at
         try:
             yield
         finally:
-            self._looking = ""
+            self._looking = None
 
-    def take_times(self) -> dict[Key, tuple[float, int]]:
+    def take_ranges(self, found: DeviceTimes) -> Times:
+        """(seconds of kernels, calls) of each operator since the last time. found: of the trace that was taken."""
+        ranges, self._ranges = self._ranges, []
+        out: Times = {}
+        for number, key in enumerate(ranges):
+            seconds, calls = out.get(key, (0.0, 0))
+            out[key] = (seconds + found.by_range.get(number, 0.0), calls + 1)
+        return out
+
+    def forget_ranges(self) -> None:
+        """Where nobody recorded the device."""
+        self._ranges = []
+
+    def take_times(self) -> Times:
         """(seconds, calls) of each operator since the last time. Waits for the device."""
         spans, self._spans = self._spans, []
-        out: dict[Key, tuple[float, int]] = {}
+        out: Times = {}
         for span in spans:
             span.ended.wait()
             seconds, calls = out.get(span.key, (0.0, 0))

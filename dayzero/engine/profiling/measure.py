@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.site import Bind
 from dayzero.engine.build import executor_of
 from dayzero.engine.expert_choice import Choices, Evenness
-from dayzero.engine.graphs import count_launches, hold_back
+from dayzero.engine.graphs import hold_back, traced
 from dayzero.engine.launch import LaunchSpec, LoadProgress, kind_of
-from dayzero.engine.profiling.hooks import Hooks, Key
+from dayzero.engine.profiling.device_time import DeviceTimes, device_times
+from dayzero.engine.profiling.hooks import Hooks, Key, Times
 from dayzero.engine.profiling.work import Work
 from dayzero.engine.runner import LocalRunner
 from dayzero.engine.step_driver import StepDriver, Taken
@@ -26,14 +28,18 @@ WARM_STEPS = 2
 MOST_STEPS, LEAST_STEPS = 16, 3
 ENOUGH_SECONDS = 2.0  # of whole steps; then LEAST_STEPS are enough
 LOOKED_AT = 3  # steps whose operators are timed
-HOLD_SECONDS = 0.15  # a device is kept busy for so long that the host can ask for a whole step meanwhile
-ANSWER_TOKENS = WARM_STEPS + 2 * MOST_STEPS + LOOKED_AT + 8
+LONG_STEP = 0.3  # seconds; of a longer one, one is enough on a device
+ANSWER_TOKENS = WARM_STEPS + 2 * MOST_STEPS + 3 * LOOKED_AT + 8
+
+# How operators were timed: a device's own record of its kernels; marks in the device's work before and behind a call,
+# where it keeps none; the host's clock, where the host is the device.
+Timed = Literal["kernels", "marks", "clock"]
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
     """What is measured. decode: ``rows`` requests of ``tokens`` tokens of context, one more token each; else the prompt
-    of one request, ``tokens`` tokens in one step."""
+    of one request, ``tokens`` tokens in one step, or in several where a step of the engine takes fewer."""
 
     decode: bool
     rows: int
@@ -48,12 +54,13 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """tokens: of a step. step_seconds: a whole step as served, one after another; device_seconds: what of that the
-    device was busy with; medians of num_steps. looked_at_seconds: an eager step whose operators were timed, the middle
-    one of some: on a CPU from end to end, else the device's time. times: (seconds, calls) of each operator in that
-    step. works: of each operator's calls in one step. launches: kernels of an eager step, None where they cannot be
-    counted; replays: recorded pieces of a step as served, 0 where it was not recorded. evenness: of the choice of
-    experts."""
+    """tokens: of a step; the steps of a prompt count as one. step_seconds: a whole step as served, one after another;
+    device_seconds: what of that the device was at work on it; medians of num_steps. looked_at_seconds: an eager step
+    whose operators were timed: all its kernels, or the device's time from end to end, or on a CPU the clock's, as
+    ``timed`` says. times: (seconds, calls) of each operator in that step. works: of each operator's calls in one step.
+    launches: kernels and copies of an eager step, None where nobody counts them; replays: recorded pieces of a step as
+    served, 0 where it was not recorded. evenness: of the choice of experts. busy_seconds: of a step as served, in which
+    any kernel ran; None where nobody recorded them."""
 
     phase: Phase
     tokens: int
@@ -66,12 +73,19 @@ class Measured:
     launches: int | None
     replays: float
     evenness: Evenness | None
+    timed: Timed = "clock"
+    busy_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _LookedAt:
     seconds: float
-    times: dict[Key, tuple[float, int]]
+    times: Times
+    timed: Timed
+    launches: int | None = None
+
+
+Steps = tuple[Taken, ...]  # of one measurement: a step, or all of one prompt
 
 
 class Bench:
@@ -108,10 +122,10 @@ class Bench:
             driver.add(driver.random_prompts(phase.rows, phase.tokens, SEED), ANSWER_TOKENS + meanwhile)
             _until_decoding(driver, phase.rows)
 
-            def one() -> Taken:
+            def one() -> Steps:
                 taken = driver.turn()
                 assert taken is not None and taken.decodes and len(taken.step.rows) == phase.rows
-                return taken
+                return (taken,)
 
             for _ in range(WARM_STEPS):
                 one()
@@ -121,13 +135,16 @@ class Bench:
 
     def _prefill(self, phase: Phase, told: Callable[[str], None]) -> Measured:
         with self._driver() as driver:
-            prompts = iter(driver.random_prompts(MOST_STEPS + LOOKED_AT + 3, phase.tokens, SEED + 1))
+            prompts = iter(driver.random_prompts(MOST_STEPS + 3 * LOOKED_AT + 3, phase.tokens, SEED + 1))
 
-            def one() -> Taken:
+            def one() -> Steps:
                 driver.add([next(prompts)], 1)
-                taken = driver.turn()
-                assert taken is not None and taken.step.num_tokens == phase.tokens, "a prompt was cut"
-                return taken
+                taken: list[Taken] = []
+                while sum(done.step.num_tokens for done in taken) < phase.tokens:
+                    done = driver.turn()
+                    assert done is not None, "a prompt was cut"
+                    taken.append(done)
+                return tuple(taken)
 
             told("warming up")
             one()
@@ -142,54 +159,83 @@ class Bench:
             driver.close()
 
     def _measured(
-        self, phase: Phase, one: Callable[[], Taken], told: Callable[[str], None], ahead: StepDriver | None
+        self, phase: Phase, one: Callable[[], Steps], told: Callable[[str], None], ahead: StepDriver | None
     ) -> Measured:
         told("whole steps")
-        taken: list[Taken] = []
+        taken: list[Steps] = []
         whole: list[float] = []
         looked: list[_LookedAt] = []
+        by_turns = self.hardware.target == "cpu"  # so that what else the machine does falls on both alike
         if ahead is not None:
             taken, whole = _ahead_of_results(ahead)
         while ahead is None and not _enough(whole):
             began = time.perf_counter()
             taken.append(one())
             whole.append(time.perf_counter() - began)
-            if len(looked) < LOOKED_AT:  # by turns, so that what else the machine does falls on both alike
+            if by_turns and len(looked) < LOOKED_AT:
                 looked.append(self._look(one))
-        while len(looked) < LOOKED_AT:
-            told("operators")
-            looked.append(self._look(one))
+        told("operators")
+        step = statistics.median(whole)
+        found = _middle_of(looked) if by_turns else self._look_at_device(one, LOOKED_AT if step < LONG_STEP else 1)
+        busy = self._busy(one) if found.timed == "kernels" else None
         told("work of operators")
         works, evenness = self._counted(one)
-        launches = count_launches(self.hardware.target, lambda: self._eager(one))
-        device = [step.result.seconds - step.result.host_seconds for step in taken]
-        middle = sorted(looked, key=lambda one: one.seconds)[LOOKED_AT // 2]
+        device = [sum(done.result.seconds - done.result.host_seconds for done in steps) for steps in taken]
         return Measured(
             phase,
-            taken[-1].step.num_tokens,
+            sum(done.step.num_tokens for done in taken[-1]),
             num_steps=len(whole),
-            step_seconds=statistics.median(whole),
-            device_seconds=min(statistics.median(device), statistics.median(whole)),
-            looked_at_seconds=middle.seconds,
-            times=middle.times,
+            step_seconds=step,
+            device_seconds=min(statistics.median(device), step),
+            looked_at_seconds=found.seconds,
+            times=found.times,
             works=works,
-            launches=launches,
-            replays=float(taken[-1].result.facts.get("graph_replays", 0.0)),
+            launches=found.launches,
+            replays=sum(float(done.result.facts.get("graph_replays", 0.0)) for done in taken[-1]),
             evenness=evenness,
+            timed=found.timed,
+            busy_seconds=busy,
         )
 
-    def _look(self, one: Callable[[], Taken]) -> _LookedAt:
-        """An eager step whose operators are timed."""
-        hold_back(self.hardware.target, HOLD_SECONDS)
+    def _look(self, one: Callable[[], Steps]) -> _LookedAt:
+        """An eager step whose operators are timed by marks."""
+        began = time.perf_counter()
         with self._hooks.looking("time"):
-            began = time.perf_counter()
-            result = self._eager(one).result
-            seconds = time.perf_counter() - began
-        if self.hardware.target != "cpu":
-            seconds = result.seconds - result.host_seconds
-        return _LookedAt(seconds, self._hooks.take_times())
+            steps = self._eager(one)
+        seconds = time.perf_counter() - began
+        if self.hardware.target == "cpu":
+            return _LookedAt(seconds, self._hooks.take_times(), "clock")
+        seconds = sum(done.result.seconds - done.result.host_seconds for done in steps)
+        return _LookedAt(seconds, self._hooks.take_times(), "marks")
 
-    def _counted(self, one: Callable[[], Taken]) -> tuple[Mapping[Key, Sequence[Work]], Evenness | None]:
+    def _look_at_device(self, one: Callable[[], Steps], steps: int) -> _LookedAt:
+        """The mean of so many eager steps by their kernels; where nobody records those, one of some by marks."""
+
+        def several() -> None:
+            with self._hooks.looking("ranges"):
+                for _ in range(steps):
+                    self._eager(one)
+
+        found = device_times(traced(self.hardware.target, several))
+        if found is None:
+            self._hooks.forget_ranges()
+            return _middle_of([self._held_back(one) for _ in range(LOOKED_AT)])
+        times = {key: (sum_ / steps, calls // steps) for key, (sum_, calls) in self._hooks.take_ranges(found).items()}
+        return _LookedAt(found.total / steps, times, "kernels", round(found.launches / steps))
+
+    def _held_back(self, one: Callable[[], Steps]) -> _LookedAt:
+        """``_look``, with the device kept from it for as long as a whole step takes, so that the host is ahead."""
+        began = time.perf_counter()
+        self._eager(one)
+        hold_back(self.hardware.target, time.perf_counter() - began)
+        return self._look(one)
+
+    def _busy(self, one: Callable[[], Steps]) -> float:
+        """Seconds in which any kernel of a step as served ran."""
+        found: DeviceTimes | None = device_times(traced(self.hardware.target, one))
+        return 0.0 if found is None else found.busy
+
+    def _counted(self, one: Callable[[], Steps]) -> tuple[Mapping[Key, Sequence[Work]], Evenness | None]:
         assert self.choices is not None
         self.choices.listening = True
         try:
@@ -199,12 +245,17 @@ class Bench:
             self.choices.listening = False
         return self._hooks.take_works(), self.choices.take()
 
-    def _eager(self, one: Callable[[], Taken]) -> Taken:
+    def _eager(self, one: Callable[[], Steps]) -> Steps:
         self.runner.eagerly = True
         try:
             return one()
         finally:
             self.runner.eagerly = False
+
+
+def _middle_of(looked: Sequence[_LookedAt]) -> _LookedAt:
+    """The one that took neither longest nor shortest."""
+    return sorted(looked, key=lambda one: one.seconds)[len(looked) // 2]
 
 
 def _until_decoding(driver: StepDriver, rows: int) -> None:
@@ -214,10 +265,10 @@ def _until_decoding(driver: StepDriver, rows: int) -> None:
     assert taken is not None, "answers ended before all prompts were computed"
 
 
-def _ahead_of_results(driver: StepDriver) -> tuple[list[Taken], list[float]]:
+def _ahead_of_results(driver: StepDriver) -> tuple[list[Steps], list[float]]:
     """Steps with the next one begun before their results are waited for, and the seconds from end to end."""
     driver.turn_ahead()
-    taken: list[Taken] = []
+    taken: list[Steps] = []
     seconds: list[float] = []
     rows = 0
     before = time.perf_counter()
@@ -227,7 +278,7 @@ def _ahead_of_results(driver: StepDriver) -> tuple[list[Taken], list[float]]:
         rows = rows or len(step.step.rows)
         assert len(step.step.rows) == rows, "some answers ended while they were measured"
         now = time.perf_counter()
-        taken.append(step)
+        taken.append((step,))
         seconds.append(now - before)
         before = now
     driver.land()

@@ -118,6 +118,16 @@ def _linear(call: Call) -> tuple[float, float]:
     return 2.0 * call.args[0].numel() * call.out.shape[-1], _moved(call)
 
 
+def _linear_glu(call: Call) -> tuple[float, float]:
+    """Two products, of whose results one is left."""
+    return 4.0 * call.args[0].numel() * call.out.shape[-1], _moved(call)
+
+
+def _router(call: Call) -> tuple[float, float]:
+    """Scores of all experts, of which some are chosen."""
+    return 2.0 * call.args[0].numel() * call.given(1, "w_ED").shape[0], _moved(call)
+
+
 def _embed(call: Call) -> tuple[float, float]:
     """Rows of the table, not the table."""
     return 0.0, _bytes_of([call.args[0]]) + 2 * _bytes_of([call.out])
@@ -196,6 +206,13 @@ def _write(call: Call) -> tuple[float, float]:
     return 0.0, _bytes_of([values, *call.args[2:4]]) + values.shape[0] * record
 
 
+def _heads_write(call: Call) -> tuple[float, float]:
+    """Queries are read and written, keys and values read and their records written."""
+    q, k, v, kept = *call.args[:3], call.given(3, "kept")
+    records = sum(prod(rows.shape[2:]) * rows.element_size() for rows in (kept.keys, kept.values))
+    return 0.0, _bytes_of([q, k, v, call.out, kept.blocks_T, kept.offsets_T]) + q.shape[0] * records
+
+
 def _recurrence(call: Call) -> tuple[float, float]:
     """The state of each sequence read (unless it begins) and written, windows of the convolutions too."""
     raw, weights, kept = call.args[:3]
@@ -214,4 +231,6 @@ _KNOWN: Mapping[str, Callable[[Call], tuple[float, float]]] = {
     "linear.matmul": _linear, "linear.matmul_f32": _linear, "embed.lookup": _embed, "latent.queries": _heads,
     "latent.values": _heads, "attention.paged": _attention, "attention.sparse": _sparse, "sparse_index.tokens": _index,
     "sparse_index.pool": _index, "cache.write": _write, "cache.write_latent": _write, "recurrence.paged": _recurrence,
+    "attention.norm_rope_write": _heads_write, "moe.matmul_route": _router, "linear.matmul_glu": _linear_glu,
+    "linear.matmul_add": _linear,
 }  # fmt: skip

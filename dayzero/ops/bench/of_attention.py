@@ -26,6 +26,7 @@ from dayzero.ops.paged import paged
 from dayzero.view import Paged, Span
 
 PAGE, CHECKED_TOKENS = 64, 64
+TABLE_PAGES = 640  # at least, as wide as a server's table is whatever its rows hold
 BF16 = torch.bfloat16
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PEER_BYTES = 3 << 30  # of a copy of all keys and values in one piece
@@ -83,7 +84,8 @@ def pages_of(shape: Shape, seed: int) -> tuple[Paged, Paged | None]:
     def records(width: int) -> Paged:
         pool = torch.empty(shape.rows * each + 1, PAGE, shape.key_heads, width, dtype=BF16, device="cuda")
         pool.normal_(generator=made)
-        return Paged(pool, order.int().view(shape.rows, each), zeros, ends, zeros + start, spans)
+        table = F.pad(order.int().view(shape.rows, each), (0, max(0, TABLE_PAGES - each)))
+        return Paged(pool, table, zeros, ends, zeros + start, spans)
 
     keys = records(shape.width)
     if not shape.value_width:
@@ -160,9 +162,10 @@ def _peers(shape: Shape) -> dict[str, list[Call]]:
 
 
 def entries() -> Iterator[Entry]:
-    for rows, length in ((1, 1024), (1, 32768), (16, 8192), (64, 8192), (64, 32768), (256, 1024), (256, 8192)):
+    short = tuple((rows, 1024) for rows in (1, 16, 64, 256))
+    for rows, length in (*short, (1, 32768), (16, 8192), (64, 8192), (64, 32768), (256, 8192)):
         yield _entry("cuda", Shape(rows, length, 32, 8, 128, 128))
-    for rows, length in ((1, 1024), (1, 32768), (16, 8192), (64, 8192), (256, 1024), (256, 8192)):
+    for rows, length in (*short, (1, 32768), (16, 8192), (64, 8192), (256, 8192)):
         yield _entry("cuda", Shape(rows, length, 64, 8, 64, 64, sinks=True))
     for rows in (1, 64, 256):
         yield _entry("cuda", Shape(rows, 8192, 64, 8, 64, 64, window=128, sinks=True))

@@ -2,7 +2,8 @@
 
 Up to 256 tokens are rows' next tokens, each in a page of its own; more are pages of prompts. Bytes: values read, rows
 written, 16 a token for its place. The peer is the reference in torch: a scatter, or several passes and one. For a
-latent row from its projection on (norm, turn, write) it is one launch for each operator and a concatenation.
+latent row from its projection on (norm, turn, write) it is one launch for each operator and a concatenation; for heads
+of attention one launch for each operator.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from dayzero.ops.bench.entry import Entry, Prepared
 from dayzero.ops.bench.timing import Call, num_rotated
 from dayzero.ops.bind import bind
 from dayzero.ops.contract import CONTRACTS
+from dayzero.ops.heads_write import HeadNorms, Kept
 from dayzero.ops.latent_write import LatentNorm, Turn
 from dayzero.ops.records import RowCodec, codec_of
 
+HEADS: tuple[tuple[tuple[int, int], int, bool, str], ...] = (  # heads, width, whether they are normed, record
+    ((32, 8), 128, True, "kv_bf16"), ((64, 8), 64, False, "kv_bf16"), ((32, 8), 128, True, "kv_fp8"),
+)  # fmt: skip
 PAGE, UNIT_BYTES = 64, 256
 SEPARATE_TOKENS = 256  # up to so many tokens lie in pages of their own
 TOKENS = (1, 64, 8192)
@@ -121,7 +126,56 @@ def prepare_latent(record: str, tokens: int) -> Prepared:
     return Prepared(calls(fused), check, num_bytes, peers={"apart": calls(apart)})
 
 
+def prepare_heads(heads: tuple[int, int], width: int, normed: bool, record: str, tokens: int) -> Prepared:
+    """Queries, keys and values of one joint product, positions up to 131,072; all dimensions are turned."""
+    (many, few), codec = heads, codec_of(packed_row(record, (heads[1], width)))
+    row, dtype = ((few, width), torch.bfloat16) if codec is None else ((codec.row.num_bytes,), torch.uint8)
+    num_bytes = tokens * (2 * width * (2 * many + 2 * few) + 2 * prod(row) * dtype.itemsize + 24)
+    num_blocks = max(2048, 4 * -(-tokens // PAGE))
+    q_D, k_D = (1 + torch.randn(width, device="cuda", dtype=torch.bfloat16) / 8 for _ in range(2))
+    norms = HeadNorms(q_D, k_D, 1e-6) if normed else None
+    freq_F = (10_000.0 ** (-torch.arange(width // 2, device="cuda") / (width // 2))).float()
+    k_rows, v_rows = (pool(num_blocks, row, dtype) for _ in range(2))
+    sets = []
+    for seed in range(num_rotated(num_bytes)):
+        q, k, v = values(tokens, (many + 2 * few, width), seed).split((many, few, few), dim=1)
+        turn = Turn(torch.randint(0, 131_072, (tokens,), device="cuda"), freq_F, "half")
+        sets.append((q, k, v, places(tokens, num_blocks, seed), turn))
+    names = ("attention.norm_rope_write", "cache.write", "norm.rms", "rope.apply")
+    fused, write, rms, apply = (bind(name, "bench", {name: "triton"}) for name in names)
+
+    def apart(
+        q: Tensor, k: Tensor, v: Tensor, kept: Kept, codec: RowCodec | None, norms: HeadNorms | None, turn: Turn
+    ) -> Tensor:
+        if norms is not None:
+            q, k = (rms(x, w, eps=norms.eps, scale_in="dtype") for x, w in ((q, norms.q_D), (k, norms.k_D)))
+        q, k = (apply(x, turn.positions, turn.inv_freq_F, style=turn.style) for x in (q, k))
+        write(k, kept.keys, *kept[2:], codec)
+        write(v, kept.values, *kept[2:], codec)
+        return q
+
+    def check() -> Mapping[str, tuple[float, float]]:
+        q, k, v, at, turn = sets[0]
+        outs = []
+        for function in (fused, apart):
+            to = Kept(pool(num_blocks, row, dtype), pool(num_blocks, row, dtype), *at)
+            out = function(q, k, v, to, codec, norms, turn)
+            outs.append([x.contiguous().view(torch.uint8) for x in (out, to.keys, to.values)])
+        wrong = sum(float((one != other).sum()) for one, other in zip(*outs, strict=True))
+        return {"bytes that differ": (wrong, 1e-4 * num_bytes)}
+
+    def calls(function: Callable[..., object]) -> list[Call]:
+        return [partial(function, *qkv, Kept(k_rows, v_rows, *at), codec, norms, turn) for *qkv, at, turn in sets]
+
+    return Prepared(calls(fused), check, num_bytes, peers={"apart": calls(apart)})
+
+
 def entries() -> Iterator[Entry]:
+    for heads, width, normed, record in HEADS:
+        for tokens in TOKENS:
+            said = f"{heads[0]}+2x{heads[1]}x{width} {'norm ' if normed else ''}{record} T={tokens}"
+            run = partial(prepare_heads, heads, width, normed, record, tokens)
+            yield Entry("attention.norm_rope_write", "triton", said, run)
     for record in ("mla_bf16", "mla_fp8_656"):
         for tokens in TOKENS:
             yield Entry("cache.write_latent", "triton", f"{record} T={tokens}", partial(prepare_latent, record, tokens))

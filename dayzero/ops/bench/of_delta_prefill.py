@@ -223,6 +223,9 @@ def entries() -> Iterator[Entry]:
     ]
     for shape in shapes:
         yield Entry("recurrence.delta_chunked", "cuda", str(shape), partial(_prepare, shape))
-    for tokens in (4096, 32768):
-        shape = Shape(tokens, 96, 96, lower=-5.0)
-        yield Entry("recurrence.paged", "cuda", f"T={tokens} H=96 bounded, one row", partial(_prepare_paged, shape))
+    for shape in (
+        Shape(4096, 96, 96, lower=-5.0), Shape(32768, 96, 96, lower=-5.0), Shape(8192, 32, 32), Shape(32768, 32, 32),
+    ):  # fmt: skip
+        gate = "softplus" if shape.lower is None else "bounded"
+        name = f"T={shape.tokens} H={shape.heads} {gate}, one row"
+        yield Entry("recurrence.paged", "cuda", name, partial(_prepare_paged, shape))

@@ -1,14 +1,15 @@
-"""``recurrence.paged`` with rows of one token in CUDA C++ and longer ones in Triton."""
+"""``recurrence.paged`` in CUDA C++: rows of one token, which come first, and longer ones in chunks."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from dayzero.ops.cuda.build import check_machine
+from dayzero.ops.cuda.delta_chunk import prefill
 from dayzero.ops.cuda.delta_decode import LARGEST_GROUP, decode
 from dayzero.ops.delta_paged import Kept, Raw, Weights
 from dayzero.ops.triton.delta_decode import recurrent
-from dayzero.ops.triton.delta_paged import empty_out, longer_rows
+from dayzero.ops.triton.delta_paged import empty_out
 
 __all__ = ["check_machine", "paged"]
 
@@ -20,5 +21,6 @@ def paged(raw: Raw, weights: Weights, kept: Kept, *, eps: float, act: str, lower
         recurrent(out_THV, raw, weights, kept, range(kept.num_single), eps=eps, act=act, lower=lower)
     else:
         decode(out_THV, raw, weights, kept, eps=eps, act=act, lower=lower)
-    longer_rows(out_THV, raw, weights, kept, eps=eps, act=act, lower=lower)
+    if kept.num_single < len(kept.spans):
+        prefill(out_THV, raw, weights, kept, kept.num_single, eps=eps, act=act, lower=lower)
     return out_THV

@@ -358,6 +358,9 @@ score_single(const __nv_bfloat16* q, i64 stride_query, i64 stride_head, const fl
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
+    // The choice of the best may be brought up meanwhile; it waits for the end of this grid.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
     count_tiles(start, queries, s);
     const i64 total = s.ends[queries - 1];
     const int first = static_cast<int>(total * blockIdx.x / gridDim.x);

@@ -57,4 +57,4 @@ def score_single(
         keys.rows, ctypes.c_int64(keys.rows.stride(0) * keys.rows.element_size()),
         table, ctypes.c_int64(table.stride(0)), start, queries, scale, scores_TL, ctypes.c_int64(scores_TL.stride(0)),
     ]  # fmt: skip
-    kernel((processors,), 128 * (_WARPGROUPS + 1), arguments)
+    kernel((processors,), 128 * (_WARPGROUPS + 1), arguments, overlap=True)

@@ -6,11 +6,13 @@ T tokens, K input width, N output width.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dayzero.ops.activation import KINDS
 from dayzero.ops.cuda import build
 from dayzero.ops.cuda.build import Kernel, load
 from dayzero.ops.vendor import torch_cuda
@@ -20,6 +22,10 @@ def check_machine() -> None:
     """Raise MachineError where either the kernel or the library behind it cannot be used."""
     build.check_machine()
     torch_cuda.check_machine()
+
+
+NO_GLU = -1
+WORDS = ("limit", "alpha", "beta", "linear_beta")  # constants of an activation, as the kernel takes them
 
 
 class Setting(NamedTuple):
@@ -53,6 +59,23 @@ def matmul_f32(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tens
     return _few(x_TK, w_NK, bias_N, torch.float32, setting)
 
 
+def few_gated(x_TK: Tensor, w_NK: Tensor, activation: Mapping[str, Any]) -> Tensor | None:
+    """glu of x times the first and the second half of w, [..., N / 2], both rounded before; None where rows are too
+    many, or numbers of another type."""
+    setting = _setting(x_TK, w_NK)
+    if setting is None or w_NK.shape[0] % 2:
+        return None
+    return _few(x_TK, w_NK, None, x_TK.dtype, setting, activation=activation)
+
+
+def few_added(x_TK: Tensor, w_NK: Tensor, added_TN: Tensor) -> Tensor | None:
+    """added + the product, which is rounded before, [..., N]; None as above."""
+    setting = _setting(x_TK, w_NK)
+    if setting is None or added_TN.dtype != x_TK.dtype or not added_TN.is_contiguous():
+        return None
+    return _few(x_TK, w_NK, None, x_TK.dtype, setting, added=added_TN)
+
+
 def _setting(x: Tensor, w: Tensor) -> Setting | None:
     """How the kernel for few rows is launched; None where the library takes over: more rows, other dtypes, and rows
     that do not begin at 16 bytes. What is best was measured on an H200; 132, 264 and 396 are its multiprocessors times
@@ -66,13 +89,28 @@ def _setting(x: Tensor, w: Tensor) -> Setting | None:
         return None
     if rows > 8:
         return Setting(16, 1, 2, 3) if blocks <= 132 else Setting(16, 2, 1, 3)
+    if width <= 128:  # one step of four warps
+        return Setting(4, 1, 1, 3)
     if blocks <= 264:
         return Setting(16, 1, 2, 3 if blocks <= 132 else 2)
     return Setting(8, 1, 2, 4) if blocks <= 396 else Setting(8, 2, 2, 2)
 
 
-def _few(x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype, setting: Setting) -> Tensor:
+class _Constants(ctypes.Structure):
+    """Of an activation, as the kernel takes them."""
+
+    _fields_ = tuple((word, ctypes.c_float) for word in WORDS)
+
+
+def _few(
+    x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype, setting: Setting,
+    *, activation: Mapping[str, Any] | None = None, added: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """activation: of the products with the two halves of w. added: what the product is added to. None: none."""
     lead, (outputs, inputs) = x.shape[:-1], w.shape
+    glu, made = NO_GLU, 16 * setting.tiles
+    if activation is not None:
+        glu, outputs, made = KINDS.index(activation["kind"]), outputs // 2, made // 2
     x = x.reshape(-1, inputs)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
@@ -83,14 +121,16 @@ def _few(x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype, setting:
     strides: tuple[Any, ...] = (ctypes.c_int64(x.stride(0)), ctypes.c_int64(w.stride(0)))
     # In a graph weights are there already, so they may be asked for while the kernel ahead still runs.
     overlap = torch.cuda.is_current_stream_capturing()
-    grid, threads = (-(-outputs // (16 * setting.tiles)),), 32 * setting.warps
-    kernel = _kernel(setting, (rows + 7) // 8, dtype == torch.float32, kind)
-    kernel(grid, threads, (x, w, bias, y, rows, outputs, inputs, *strides), overlap=overlap)
+    grid, threads = (-(-outputs // made),), 32 * setting.warps
+    constants = _Constants(*(float((activation or {}).get(word, 0)) for word in WORDS))
+    forms = {"OUT_F32": int(dtype == torch.float32), "BIAS": kind, "GLU": glu, "ADDED": int(added is not None)}
+    kernel = _kernel(setting, (rows + 7) // 8, forms)
+    kernel(grid, threads, (x, w, bias, y, rows, outputs, inputs, *strides, constants, added), overlap=overlap)
     return y.view(*lead, outputs)
 
 
-def _kernel(setting: Setting, cols: int, wide: bool, bias: int) -> Kernel:
+def _kernel(setting: Setting, cols: int, forms: Mapping[str, int]) -> Kernel:
     defines: dict[str, object] = {word.upper(): value for word, value in setting._asdict().items()}
-    defines |= {"COLS": cols, "OUT_F32": int(wide), "BIAS": bias}
+    defines |= {"COLS": cols, **forms}
     ring = setting.stages * setting.unroll * 2 * setting.tiles * setting.warps * 32 * 16
     return load("linear.cu", "few_rows", defines=defines, shared_bytes=ring)

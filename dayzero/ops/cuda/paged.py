@@ -1,7 +1,7 @@
 """``attention.paged`` by kernels in CUDA C++ where they read the records, and by those in Triton elsewhere.
 
-Rows of one token of grouped heads, and chunks under a small window: Triton. Other chunks of widths 64 and 128:
-``paged_prefill``. Latent rows of 512 + 64: ``latent_decode``.
+Grouped heads of widths 64 and 128: ``paged_decode`` for rows of one token, ``paged_prefill`` for others. Latent rows of
+512 + 64: ``latent_decode``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dayzero.ops.cuda import latent_decode, paged_prefill
+from dayzero.ops.cuda import latent_decode, paged_decode, paged_prefill
 from dayzero.ops.cuda.build import check_machine
 from dayzero.ops.triton import paged_prefill as in_triton
 from dayzero.ops.triton.paged_decode import decode, shape_of
@@ -43,14 +43,22 @@ def paged(
         return in_triton.paged(q_THD, keys, None, value_dim=value_dim, **options)
     if softcap is not None or not paged_prefill.takes(q_THD, keys, values):
         return in_triton.paged(q_THD, keys, values, **options)
-    if window is not None and window <= in_triton.SMALL_WINDOW:
-        return in_triton.paged(q_THD, keys, values, **options)
     out_THD = q_THD.new_empty(q_THD.shape)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
     if any(span.count == 1 for span in keys.spans):
-        options["sinks_H"] = None if sinks_H is None else sinks_H.contiguous()
-        packed = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-        decode(packed, keys, values, out_THD, lse_TH, shape_of(packed, keys, values, 0), options)
+        _decode(q_THD, keys, values, out_THD, lse_TH, options)
     if any(span.count > 1 for span in keys.spans):
         paged_prefill.chunks(q_THD, keys, values, out_THD, lse_TH, options)
     return out_THD, lse_TH
+
+
+def _decode(
+    q_THD: Tensor, keys: Paged, values: Paged, out_THD: Tensor, lse_TH: Tensor, options: dict[str, Any]
+) -> None:  # fmt: skip
+    """Which kernels these rows have follows from shapes of heads and records, never from how many rows there are."""
+    if paged_decode.takes(q_THD, keys, values):
+        paged_decode.decode(q_THD, keys, values, out_THD, lse_TH, options)
+        return
+    options = options | {"sinks_H": None if options["sinks_H"] is None else options["sinks_H"].contiguous()}
+    packed = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+    decode(packed, keys, values, out_THD, lse_TH, shape_of(packed, keys, values, 0), options)

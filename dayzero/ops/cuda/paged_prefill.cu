@@ -1,52 +1,48 @@
 // Attention of chunks of queries over the pages of their rows, causal within the row, for key heads that GROUP query heads
-// share. A block has 64 * GROUPS queries (tokens times heads of one key head), 64 a warpgroup, and goes through tiles of 128
-// keys from the last that it sees to the first. A further warp copies tiles into shared memory, two of keys and two of values
-// in turn. A warpgroup multiplies the queries with the next keys while it sums the values of the last tile, and takes
-// exponents while that runs.
+// share. A piece of work is 64 * GROUPS queries (tokens times heads of one key head), 64 a warpgroup, and goes through tiles
+// of 128 keys from the last that it sees to the first. As many blocks as there are multiprocessors take pieces, the longest
+// first. Two further warps copy, one queries and keys, the other values, STAGES tiles of each in turn; they go on to the next
+// piece while the last one is still computed. A warpgroup multiplies the queries with the next keys while it sums the values
+// of the last tile, and takes exponents while that runs; warpgroups begin their products in turn.
 //
-// Defines: WIDTH (64 or 128, of keys and values), GROUP, GROUPS (computing warpgroups), WINDOW (whether there is one).
+// Defines: WIDTH (64 or 128, of keys and values), GROUP, GROUPS (computing warpgroups), WINDOW (whether there is one),
+// STAGES.
 #include "paged_tiles.cuh"
 
 constexpr int TILE = 128, QUERIES = 64 * GROUPS, COMPUTING = 128 * GROUPS, THREADS = COMPUTING + 128;
 constexpr int COLUMNS = WIDTH / 64, GROUP_BYTES = TILE * 128, TILE_BYTES = COLUMNS * GROUP_BYTES;
 constexpr int QUERY_BYTES = COLUMNS * QUERIES * 128, TOKENS = QUERIES / GROUP, SUMS = WIDTH / 2;
+constexpr float SLACK = 8.0f;  // of the highest logit, in base 2
 
+// A piece of work. Places count from the first record that the row holds. No tiles: there is no more work.
+struct Work {
+  const int* pages;
+  int token, count, place, end, head, low, tiles;  // packed number of the first token, tokens; its place; ...
+};
+
+// full, empty: of keys, of values.
 struct Small {
-  u64 key_full[2], key_empty[2], value_full[2], value_empty[2];
-  int row, number;
+  u64 full[2][STAGES], empty[2][STAGES], query_full, query_empty, work_full[2], work_empty[2];
+  Work work[2];
 };
 
 struct Call {
-  const unsigned short* q;
   const int *table, *first, *query_start, *start;
   const float* sinks;
   unsigned short* out;
   float* lse;
-  long long q_token, q_head;
+  int* taken;  // pieces beyond the first of each block, 0 at the start
   int num_rows, heads, key_heads, table_stride, page_shift, window, num_blocks;
   float scale;
 };
 
-// A block's part of a row. Places count from the first record that the row holds.
-struct Work {
-  const int* pages;
-  int token, count, place, end, head, low, tiles;  // packed number of the first token, tokens; its place; …
+// Where in the ring of stages the next tile is.
+struct Ring {
+  int stage, phase;
+  __device__ __forceinline__ void step() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
 };
-
-#define O64 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
-  "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, " \
-  "%60, %61, %62, %63"
-
-// s [64, 128] = (keep ? s : 0) + a [64, 16] b [128, 16]^T; both tiles have their columns together.
-__device__ __forceinline__ void score(float (&s)[64], u64 a, u64 b, int keep) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" O64 "}, %64, %65, p, 1, 1, 0, 0; }\n"
-      : F32(s, 0), F32(s, 32)
-      : "l"(a), "l"(b), "r"(keep));
-}
 
 // o [64, WIDTH] += a [64, 16] b [16, WIDTH]; a in registers, b with the numbers of a row together.
 __device__ __forceinline__ void add(float (&o)[SUMS], const u32* a, u64 b) {
@@ -63,85 +59,108 @@ __device__ __forceinline__ void add(float (&o)[SUMS], const u32* a, u64 b) {
 #endif
 }
 
-// Which row the block belongs to, and its number in the row: one warp. Rows of one token have no block.
-__device__ __forceinline__ void find_row(const Call& c, Small& s, int number) {
+// Which row a block of queries belongs to, and its number in the row: one warp. Rows of one token have no block.
+__device__ __forceinline__ int2 find_row(const Call& c, int number) {
   const int lane = threadIdx.x % 32;
   int before = 0;
   for (int base = 0; base < c.num_rows; base += 32) {
     const int row = base + lane, count = row < c.num_rows ? c.query_start[row + 1] - c.query_start[row] : 0;
-    int sum = count > 1 ? (count + TOKENS - 1) / TOKENS : 0;
-    const int own = sum;
+    const int own = count > 1 ? (count + TOKENS - 1) / TOKENS : 0;
+    int sum = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       int more = __shfl_up_sync(0xffffffffu, sum, step);
       if (lane >= step) sum += more;
     }
-    if (number >= before + sum - own && number < before + sum) s.row = row, s.number = number - (before + sum - own);
+    const u32 behind = __ballot_sync(0xffffffffu, number < before + sum);
+    if (behind) {
+      const int at = __ffs(behind) - 1;
+      return make_int2(base + at, number - before - __shfl_sync(0xffffffffu, sum - own, at));
+    }
     before += __shfl_sync(0xffffffffu, sum, 31);
-    if (number < before) return;
   }
+  return make_int2(-1, 0);
 }
 
-__device__ __forceinline__ Work work_of(const Call& c, const Small& s) {
-  Work w;
-  const int begin = c.query_start[s.row], count = c.query_start[s.row + 1] - begin;
-  w.token = begin + s.number * TOKENS;
-  w.count = min(TOKENS, count - s.number * TOKENS);
-  w.place = c.start[s.row] - c.first[s.row] + s.number * TOKENS;
-  w.end = w.place + w.count;
-  w.pages = c.table + (long long)s.row * c.table_stride;
-  w.head = blockIdx.x % c.key_heads * GROUP;
-  w.low = WINDOW ? max(0, w.place - c.window + 1) / TILE : 0;
-  w.tiles = (w.end + TILE - 1) / TILE - w.low;
-  return w;
+__device__ __forceinline__ void find_work(const Call& c, int number, Work& w) {
+  if (number >= c.num_blocks * c.key_heads) {
+    if (threadIdx.x % 32 == 0) w.tiles = 0;
+    return;
+  }
+  const int2 found = find_row(c, c.num_blocks - 1 - number / c.key_heads);  // late blocks see the most keys
+  if (threadIdx.x % 32 != 0) return;
+  const int begin = c.query_start[found.x], first = found.y * TOKENS, count = c.query_start[found.x + 1] - begin - first;
+  const int place = c.start[found.x] - c.first[found.x] + first, low = WINDOW ? max(0, place - c.window + 1) / TILE : 0;
+  w.token = begin + first;
+  w.count = min(TOKENS, count);
+  w.place = place;
+  w.end = place + min(TOKENS, count);
+  w.pages = c.table + (long long)found.x * c.table_stride;
+  w.head = number % c.key_heads * GROUP;
+  w.low = low;
+  w.tiles = (place + min(TOKENS, count) + TILE - 1) / TILE - low;
 }
 
-// A tile of records of one key head.
+// A tile of records of one key head: a box a lane.
 __device__ __forceinline__ void copy_tile(const Call& c, const Work& w, const TensorMap& map, u32 to, int tile, u64* full) {
-  const int page = 1 << c.page_shift, rows = min(page, TILE), place = tile * TILE;
-  const int boxes = (min(w.end - place, TILE) + rows - 1) / rows;
-  expect(full, boxes * rows * 128 * COLUMNS);
-  for (int i = 0; i < boxes; i++) {
-    const int block = __ldg(w.pages + ((place + i * rows) >> c.page_shift));
-#pragma unroll
-    for (int g = 0; g < COLUMNS; g++)
-      copy_box(map, to + g * GROUP_BYTES + i * rows * 128, g * 64, w.head / GROUP, (place + i * rows) & (page - 1), block, full);
-  }
+  const int lane = threadIdx.x % 32, shift = min(c.page_shift, 7), rows = 1 << shift;
+  const int boxes = ((min(w.end - tile * TILE, TILE) + rows - 1) >> shift) * COLUMNS;
+  if (lane == 0) expect(full, boxes * rows * 128);
+  __syncwarp();
+  if (lane >= boxes) return;
+  const int box = lane / COLUMNS, g = lane % COLUMNS, place = tile * TILE + (box << shift);
+  const int block = __ldg(w.pages + (place >> c.page_shift));
+  copy_box(map, to + g * GROUP_BYTES + (box << shift) * 128, g * 64, w.head / GROUP, place & ((1 << c.page_shift) - 1), block,
+           full);
 }
 
-__device__ __forceinline__ void copy_tiles(const Call& c, const Work& w, const TensorMap& key_map, const TensorMap& value_map,
-                                           Small& s, u32 keys, u32 values) {
-  const int last = w.low + w.tiles - 1;
-  for (int j = 0; j <= w.tiles; j++) {
-    if (j < w.tiles) {
-      barrier_wait(&s.key_empty[j & 1], ((j >> 1) & 1) ^ 1);
-      copy_tile(c, w, key_map, keys + (j & 1) * TILE_BYTES, last - j, &s.key_full[j & 1]);
-    }
-    if (j > 0) {
-      const int v = j - 1;
-      barrier_wait(&s.value_empty[v & 1], ((v >> 1) & 1) ^ 1);
-      copy_tile(c, w, value_map, values + (v & 1) * TILE_BYTES, last - v, &s.value_full[v & 1]);
-    }
-  }
+
+// The queries of some tokens, of the heads of one key head.
+__device__ __forceinline__ void copy_queries(const Work& w, const TensorMap& map, u32 to, u64* full) {
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) expect(full, COLUMNS * TOKENS * GROUP * 128);
+  __syncwarp();
+  if (lane < COLUMNS)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            to + lane * QUERIES * 128),
+        "l"(&map), "r"(lane * 64), "r"(w.head), "r"(w.token), "r"(shared_address(full))
+        : "memory");
 }
 
-__device__ __forceinline__ void load_queries(const Call& c, const Work& w, u32 to) {
-  for (int at = threadIdx.x; at < QUERIES * WIDTH / 8; at += COMPUTING) {
-    const int row = at / (WIDTH / 8), piece = at % (WIDTH / 8), token = row / GROUP;
-    uint4 eight = make_uint4(0, 0, 0, 0);
-    if (token < w.count) {
-      const unsigned short* q = c.q + (w.token + token) * c.q_token + (w.head + row % GROUP) * c.q_head;
-      eight = __ldg(reinterpret_cast<const uint4*>(q) + piece);
+// A copying warp. part 0: takes work, copies queries and keys; 1: copies values.
+__device__ __forceinline__ void copy_all(const Call& c, const TensorMap& query_map, const TensorMap& map, Small& s, u32 q,
+                                         u32 tiles, int part) {
+  const int lane = threadIdx.x % 32;
+  Ring ring = {0, 0};
+  int number = blockIdx.x;
+  for (int n = 0;; n++) {
+    const Work& w = s.work[n & 1];
+    if (part == 0) {
+      barrier_wait(&s.work_empty[n & 1], ((n >> 1) & 1) ^ 1);
+      find_work(c, number, s.work[n & 1]);
+      if (lane == 0) {
+        barrier_arrive(&s.work_full[n & 1]);
+        if (w.tiles > 0) number = gridDim.x + atomicAdd(c.taken, 1);
+      }
+      number = __shfl_sync(0xffffffffu, number, 0);
     }
-    store_16(to + piece_at<QUERIES>(row, piece), eight.x, eight.y, eight.z, eight.w);
+    barrier_wait(&s.work_full[n & 1], (n >> 1) & 1);
+    const int num_tiles = w.tiles;
+    if (num_tiles == 0) return;
+    for (int j = 0; j < num_tiles; j++) {
+      barrier_wait(&s.empty[part][ring.stage], ring.phase ^ 1);
+      const int tile = w.low + num_tiles - 1 - j;
+      copy_tile(c, w, map, tiles + ring.stage * TILE_BYTES, tile, &s.full[part][ring.stage]);
+      ring.step();
+      if (j == 0 && part == 0) {
+        barrier_wait(&s.query_empty, (n & 1) ^ 1);
+        copy_queries(w, query_map, q, &s.query_full);
+      }
+    }
+    __syncwarp();
+    if (part == 1 && lane == 0) barrier_arrive(&s.work_empty[n & 1]);
   }
-  shared_fence();
-  named_sync<1>(COMPUTING);
-}
-
-__device__ __forceinline__ void clear_values(u32 tile, int seen) {
-  clear_rows<TILE, WIDTH>(tile, seen, threadIdx.x, COMPUTING);
-  named_sync<1>(COMPUTING);
 }
 
 struct Sums {
@@ -175,33 +194,58 @@ __device__ __forceinline__ void hide(float (&s)[64], const int (&own)[2], int wi
   }
 }
 
-// Logits to weights in place. Returns what sums so far shrink by.
-__device__ __forceinline__ float2 weigh(float (&s)[64], Sums& x, float scale, bool masked) {
+
+// Logits to weights in place. Returns what sums so far shrink by. The highest logit is let grow by SLACK (in base 2) before
+// sums shrink to it: they then seldom do, and weights stay below 2^SLACK.
+__device__ __forceinline__ float2 weigh(float (&s)[64], Sums& x, float scale) {
   float top[2] = {negative_infinity(), negative_infinity()}, shrink[2];
 #pragma unroll
   for (int i = 0; i < 64; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
 #pragma unroll
   for (int line = 0; line < 2; line++) {
     top[line] = fmaxf(top[line], __shfl_xor_sync(0xffffffffu, top[line], 1));
-    top[line] = fmaxf(top[line], __shfl_xor_sync(0xffffffffu, top[line], 2));
-    top[line] = fmaxf(x.top[line], top[line] * scale);
-    const float safe = masked && top[line] == negative_infinity() ? 0.0f : top[line];
-    shrink[line] = power_of_2(x.top[line] - safe);
+    top[line] = fmaxf(top[line], __shfl_xor_sync(0xffffffffu, top[line], 2)) * scale;
+    const bool rises = top[line] > x.top[line] + SLACK;
+    top[line] = rises ? top[line] : x.top[line];
+    shrink[line] = rises ? power_of_2(x.top[line] - top[line]) : 1.0f;
     x.top[line] = top[line];
-    top[line] = safe;
+    top[line] = top[line] == negative_infinity() ? 0.0f : top[line];
     x.total[line] *= shrink[line];
   }
 #pragma unroll
   for (int i = 0; i < 64; i++) {
-    s[i] = power_of_2(fmaf(s[i], scale, -top[i / 2 % 2]));
+    const float y = fmaf(s[i], scale, -top[i / 2 % 2]);
+    s[i] = power_of_2(y);
     x.total[i / 2 % 2] += s[i];
   }
   return make_float2(shrink[0], shrink[1]);
 }
 
-__device__ __forceinline__ void compute(const Call& c, const Work& w, Small& s, Sums& x, u32 q, u32 keys, u32 values) {
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
-  const int line = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+// Warpgroups begin products in turn, so that one takes exponents while another multiplies.
+__device__ __forceinline__ void await_turn(int group) {
+  named_sync(1 + group, COMPUTING);
+}
+__device__ __forceinline__ void pass_turn(int group) {
+#pragma unroll
+  for (int other = 1; other < GROUPS; other++) named_arrive(1 + (group + other) % GROUPS, COMPUTING);
+}
+
+__device__ __forceinline__ void shrink_sums(Sums& x, float2 shrink) {
+  if (!__any_sync(0xffffffffu, shrink.x != 1.0f || shrink.y != 1.0f)) return;
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) x.o[i] *= i / 2 % 2 ? shrink.y : shrink.x;
+}
+
+// What lies behind the end of a row becomes zeros. Each warpgroup clears all of it, for itself.
+__device__ __forceinline__ void clear_values(u32 tile, int seen, int group) {
+  clear_rows<TILE, WIDTH>(tile, seen, threadIdx.x % 128, 128);
+  named_sync(8 + group, 128);
+}
+
+// Sums of one piece of work.
+__device__ __forceinline__ void compute(const Call& c, const Work& w, Small& s, Sums& x, u32 q, u32 keys, u32 values, Ring& k,
+                                        Ring& v, int group) {
+  const int lane = threadIdx.x % 32, line = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const float scale = c.scale * LOG2_E;
   const int place[2] = {w.place + min(line / GROUP, w.count - 1), w.place + min((line + 8) / GROUP, w.count - 1)};
   const int lowest = w.place + group * 64 / GROUP, highest = w.place + min((group * 64 + 63) / GROUP, w.count - 1);
@@ -212,47 +256,53 @@ __device__ __forceinline__ void compute(const Call& c, const Work& w, Small& s, 
   for (int i = 0; i < SUMS; i++) x.o[i] = 0.0f;
   x.top[0] = x.top[1] = negative_infinity(), x.total[0] = x.total[1] = 0.0f;
   int begin = (w.low + w.tiles - 1) * TILE;
+  const int seen = w.end - begin;  // of the last tile
   for (int j = 0; j < w.tiles; j++, begin -= TILE) {
-    if (j == 1 && w.end - begin - TILE < TILE) {
-      barrier_wait(&s.value_full[0], 0);
-      clear_values(values, w.end - begin - TILE);
-    }
-    barrier_wait(&s.key_full[j & 1], (j >> 1) & 1);
-    begin_scores(p, q, keys + (j & 1) * TILE_BYTES);
+    barrier_wait(&s.full[0][k.stage], k.phase);
     if (j > 0) {
-      barrier_wait(&s.value_full[(j - 1) & 1], ((j - 1) >> 1) & 1);
+      barrier_wait(&s.full[1][v.stage], v.phase);
+      if (j == 1 && seen < TILE) clear_values(values + v.stage * TILE_BYTES, seen, group);
+      await_turn(group);
+    }
+    begin_scores(p, q, keys + k.stage * TILE_BYTES);
+    if (j > 0) {
       hold(x.o);
-      begin_sums(x, a, values + ((j - 1) & 1) * TILE_BYTES);
+      begin_sums(x, a, values + v.stage * TILE_BYTES);
+      pass_turn(group);
       product_wait<1>();
     } else {
       product_wait<0>();
     }
     hold(p);
-    if (lane == 0) barrier_arrive(&s.key_empty[j & 1]);
+    if (lane == 0) {
+      barrier_arrive(&s.empty[0][k.stage]);
+      if (j == w.tiles - 1) barrier_arrive(&s.query_empty);
+    }
+    k.step();
     const bool masked = begin + TILE - 1 > lowest || (WINDOW && begin <= highest - c.window);
     if (masked) {
       const int own[2] = {place[0] - begin, place[1] - begin};
       hide(p, own, c.window);
     }
-    const float2 shrink = weigh(p, x, scale, true);
+    const float2 shrink = weigh(p, x, scale);
     if (j > 0) {
       product_wait<0>();
       hold(x.o);
-      if (lane == 0) barrier_arrive(&s.value_empty[(j - 1) & 1]);
-#pragma unroll
-      for (int i = 0; i < SUMS; i++) x.o[i] *= i / 2 % 2 ? shrink.y : shrink.x;
+      if (lane == 0) barrier_arrive(&s.empty[1][v.stage]);
+      v.step();
+      shrink_sums(x, shrink);
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) a[i] = bf16_pair(p[2 * i], p[2 * i + 1]);
   }
-  const int j = w.tiles - 1;
-  barrier_wait(&s.value_full[j & 1], (j >> 1) & 1);
-  begin += TILE;
-  if (j == 0 && w.end - begin < TILE) clear_values(values, w.end - begin);
+  barrier_wait(&s.full[1][v.stage], v.phase);
+  if (w.tiles == 1 && seen < TILE) clear_values(values + v.stage * TILE_BYTES, seen, group);
   hold(x.o);
-  begin_sums(x, a, values + (j & 1) * TILE_BYTES);
+  begin_sums(x, a, values + v.stage * TILE_BYTES);
   product_wait<0>();
   hold(x.o);
+  if (lane == 0) barrier_arrive(&s.empty[1][v.stage]);
+  v.step();
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     x.total[i] += __shfl_xor_sync(0xffffffffu, x.total[i], 1);
@@ -279,38 +329,54 @@ __device__ __forceinline__ void store(const Call& c, const Work& w, const Sums& 
   }
 }
 
+// One of the computing warpgroups.
+__device__ __forceinline__ void compute_all(const Call& c, Small& s, u32 q, u32 keys, u32 values) {
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
+  Ring k = {0, 0}, v = {0, 0};
+#pragma unroll
+  for (int other = 0; other < GROUPS; other++)
+    if (group > other) named_arrive(1 + other, COMPUTING);
+  for (int n = 0;; n++) {
+    barrier_wait(&s.work_full[n & 1], (n >> 1) & 1);
+    const Work w = s.work[n & 1];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&s.work_empty[n & 1]);
+    if (w.tiles == 0) return;
+    Sums x;
+    barrier_wait(&s.query_full, n & 1);
+    compute(c, w, s, x, q, keys, values, k, v, group);
+    store(c, w, x);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    paged_prefill(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
-                  const __grid_constant__ Call c) {
+    paged_prefill(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
+                  const __grid_constant__ TensorMap value_map, const __grid_constant__ Call c) {
   extern __shared__ unsigned char memory[];
-  const u32 base = (shared_address(memory) + 1023) & ~1023u, q = base, keys = q + QUERY_BYTES, values = keys + 2 * TILE_BYTES;
-  Small& s = *reinterpret_cast<Small*>(memory + (values + 2 * TILE_BYTES - shared_address(memory)));
-  if (threadIdx.x < 32) find_row(c, s, c.num_blocks - 1 - blockIdx.x / c.key_heads);  // late blocks see the most keys
-  if (threadIdx.x == 32) {
-    for (int i = 0; i < 2; i++) {
-      barrier_init(&s.key_full[i], 1), barrier_init(&s.value_full[i], 1);
-      barrier_init(&s.key_empty[i], 4 * GROUPS), barrier_init(&s.value_empty[i], 4 * GROUPS);
-    }
+  const u32 base = (shared_address(memory) + 1023) & ~1023u, q = base, keys = q + QUERY_BYTES,
+            values = keys + STAGES * TILE_BYTES;
+  Small& s = *reinterpret_cast<Small*>(memory + (values + STAGES * TILE_BYTES - shared_address(memory)));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2 * STAGES; i++) barrier_init(&s.full[0][0] + i, 1), barrier_init(&s.empty[0][0] + i, 4 * GROUPS);
+    for (int i = 0; i < 2; i++) barrier_init(&s.work_full[i], 1), barrier_init(&s.work_empty[i], 4 * GROUPS + 1);
+    barrier_init(&s.query_full, 1), barrier_init(&s.query_empty, 4 * GROUPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  const Work w = work_of(c, s);
   if (threadIdx.x >= COMPUTING) {
 #if GROUPS == 2  // what a block has at its start: 168 * 384 and 128 * 512 registers
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
 #else
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
 #endif
-    if (threadIdx.x == COMPUTING) copy_tiles(c, w, key_map, value_map, s, keys, values);
+    const int part = __shfl_sync(0xffffffffu, (threadIdx.x - COMPUTING) / 32, 0);
+    if (part < 2) copy_all(c, query_map, part ? value_map : key_map, s, q, part ? values : keys, part);
   } else {
 #if GROUPS == 2
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 #else
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
 #endif
-    Sums x;
-    load_queries(c, w, q);
-    compute(c, w, s, x, q, keys, values);
-    store(c, w, x);
+    compute_all(c, s, q, keys, values);
   }
 }

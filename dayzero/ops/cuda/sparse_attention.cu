@@ -365,6 +365,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention(const 
   const int blocks = (c.heads + HEADS - 1) / HEADS, part = blockIdx.x % PARTS;
   const int head = blockIdx.x / PARTS % blocks * HEADS, token = c.first_token + blockIdx.x / PARTS / blocks;
   const int* list = reinterpret_cast<const int*>(c.listed + token * c.listed_stride);  // the lower halves
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // lists and queries are what the kernel ahead writes
+  asm volatile("griddepcontrol.launch_dependents;");
   if (threadIdx.x < COMPUTING) load_queries(c, q, token, head);
   look_up(c, s, token, list);
   // A list is SEGMENTS pieces whatever PARTS is. A token of no row lists nothing.

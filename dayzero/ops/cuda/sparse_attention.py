@@ -119,5 +119,5 @@ def _listed(
             # Histories of many rows do not fit the L2 cache together; a chunk's does.
             defines |= {"SEGMENTS": segments, "PARTS": parts, "AHEAD": int(first < single and parts < 4)}
             kernel = load("sparse_attention.cu", "sparse_attention", defines=defines, shared_bytes=_SHARED_BYTES)
-            kernel((tasks * parts,), _THREADS, (arguments,), cluster=parts)
+            kernel((tasks * parts,), _THREADS, (arguments,), cluster=parts, overlap=True)
     return out_THV, lse_TH

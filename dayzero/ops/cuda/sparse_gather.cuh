@@ -1,7 +1,7 @@
 // What goes into shared memory for attention to listed rows: queries, and tiles of 64 records that are followed through
 // list and page table and, where they are codes, widened. Part of sparse_attention.cu, which says what is defined.
 #pragma once
-#include "wgmma.cuh"
+#include "paged_tiles.cuh"
 
 constexpr int TILE = 64, HEADS = 64, WIDTH = 576, VALUE = 512, GROUPS = WIDTH / 64;
 constexpr int GROUP_BYTES = TILE * 128, TILE_BYTES = GROUPS * GROUP_BYTES, HALF_BYTES = 4 * GROUP_BYTES;
@@ -9,7 +9,6 @@ constexpr int COMPUTING = 256, GATHERING = 128, THREADS = COMPUTING + GATHERING;
 constexpr int COMPUTE_REGISTERS = 208, GATHER_REGISTERS = 88;  // of a thread; 168 of each at the start
 constexpr int RECORD_BYTES = FP8 ? 656 : 2 * WIDTH, PLAIN_AT = 528, SCALES_AT = 512;
 constexpr int PITCH = VALUE + 8;  // of float32 results that parts exchange: rows lie in different banks
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 struct Small {
   u64 full[2], empty[2];
@@ -31,8 +30,6 @@ struct Call {
   int first_token, num_rows, heads, width, table_stride, page_shift;
   float scale;
 };
-
-__device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 
 // Rows of a tile that this thread fetches, PER of them: first their places in the sequence, then their blocks.
 template <int PER> struct Fetch {
@@ -69,10 +66,6 @@ __device__ __forceinline__ u32 widened(u32 spread, u32 scale) {
   u32 code = bf16_product(bits, 0x7b807b80u);  // 2^120
   u32 nan = bf16_product(bf16_product(code, 0x7b107b10u), 0);  // 1.125 * 2^119
   return bf16_sum_of_product(code, scale, nan);
-}
-
-__device__ __forceinline__ void store_16(u32 to, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // 16 codes, widened, to ``to`` and to the place of the piece after that.

@@ -28,20 +28,26 @@ def can_map(rows: Tensor) -> bool:
 
 def map_of(rows: Tensor, records: int) -> TensorMap:
     """Of rows [N, page, K, D] for which ``can_map``, in boxes of 64 columns of up to so many records of one head."""
-    return _encoded(rows.data_ptr(), tuple(rows.shape), tuple(rows.stride()), min(rows.shape[1], records))
+    return _encoded(rows.data_ptr(), tuple(rows.shape), rows.stride()[:3], (1, min(rows.shape[1], records), 1, COLUMNS))
+
+
+def map_of_heads(x_THD: Tensor, heads: int, tokens: int) -> TensorMap:
+    """Of x [T, H, D], bf16 with strides as ``can_map`` wants them, in boxes of 64 columns of so many heads of so many
+    tokens. Behind the last token a box is filled with zeros."""
+    return _encoded(x_THD.data_ptr(), tuple(x_THD.shape), x_THD.stride()[:2], (tokens, heads, COLUMNS))
 
 
 @lru_cache(maxsize=1024)
-def _encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...], records: int) -> TensorMap:
+def _encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """strides: in numbers, of all dimensions but the last."""
     from cuda.bindings import driver
 
-    blocks, page, heads, width = shape
-    sizes = [driver.cuuint64_t(n) for n in (width, heads, page, blocks)]
-    steps = [driver.cuuint64_t(2 * n) for n in (strides[2], strides[1], strides[0])]
-    box = [driver.cuuint32_t(n) for n in (COLUMNS, 1, records, 1)]
+    sizes = [driver.cuuint64_t(n) for n in reversed(shape)]
+    steps = [driver.cuuint64_t(2 * n) for n in reversed(strides)]
     status, made = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, address, sizes, steps, box,
-        [driver.cuuint32_t(1)] * 4, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, len(shape), address, sizes, steps,
+        [driver.cuuint32_t(n) for n in reversed(box)], [driver.cuuint32_t(1)] * len(shape),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,

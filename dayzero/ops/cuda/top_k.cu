@@ -145,6 +145,8 @@ top_k(const float* scores, i64 stride_query, int num_keys, i64* out, int k, cons
     if constexpr (CLUSTER > 1) cluster_arrive();  // so that no block writes to one that is not there yet
     for (int i = threadIdx.x; i < PASSES * BINS; i += THREADS) (&s.counts[0][0])[i] = 0;
     if (threadIdx.x < 2) s.before[threadIdx.x] = 0;
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // from here on it reads what the kernel ahead writes
+    asm volatile("griddepcontrol.launch_dependents;");
     if (query_start == nullptr) {
         if (threadIdx.x == 0) s.own = first_own + query;
     } else {

@@ -60,7 +60,7 @@ def choose(
         scores_TL, ctypes.c_int64(scores_TL.stride(0)), num_keys, out_TK, out_TK.shape[1], queries.query_start,
         queries.start, rows, queries.first_query, queries.first, sinks, window, tail,
     ]  # fmt: skip
-    kernel((num_queries * cluster,), _THREADS, arguments, cluster=cluster)
+    kernel((num_queries * cluster,), _THREADS, arguments, cluster=cluster, overlap=True)
 
 
 def top_k(

@@ -79,14 +79,21 @@ def e4m3_code(x):
 
 
 @triton.jit
+def tile_scale(largest, KIND: tl.constexpr):
+    """f32 scales of tiles by their largest magnitudes, f32. KIND: of the scale."""
+    scale = tl.div_rn(tl.maximum(largest, 1e-4), 448.0)
+    if KIND != "f32":  # one step of the exponent up where any bit of the mantissa is set
+        scale = (((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) << 23).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
 def tile_codes(x, KIND: tl.constexpr):
     """(uint8 codes [R, B], f32 scales [R]) of tiles [R, B] in f32, zeros behind a short one. KIND: of the scale."""
     size = tl.abs(x)
     if _SLOW:
         size = tl.where(x == x, size, 0.0)  # the chip's maximum leaves NaN out
-    scale = tl.div_rn(tl.maximum(tl.max(size, axis=1), 1e-4), 448.0)
-    if KIND != "f32":  # one step of the exponent up where any bit of the mantissa is set
-        scale = (((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) << 23).to(tl.float32, bitcast=True)
+    scale = tile_scale(tl.max(size, axis=1), KIND)
     return e4m3_code(x * tl.div_rn(1.0, scale)[:, None]), scale
 
 

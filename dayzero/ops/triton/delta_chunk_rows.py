@@ -39,6 +39,17 @@ def plan(
 
 
 @triton.jit
+def _tap(taps_ptr, cols, channels, tap: tl.constexpr, W: tl.constexpr):
+    return tl.load(taps_ptr + cols * W + tap, mask=cols < channels, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _store_silu(y_ptr, acc, first, rows, cols, channels, inside):
+    at_y = (first + rows).to(tl.int64)[:, None] * channels + cols[None, :]
+    tl.store(y_ptr + at_y, (acc * tl.sigmoid(acc)).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def convolve(
     x_ptr, taps_ptr, window_ptr, y_ptr, first_ptr, count_ptr, row_ptr, starts_ptr, start_ptr, table_ptr,
     x_t, x_c, block_stride, table_stride, channels,
@@ -55,6 +66,13 @@ def convolve(
     known = (tl.load(start_ptr + r) > 0) & (block >= 0) & (first == begin)
     inside = (rows < count)[:, None] & (cols < channels)[None, :]
     acc = tl.zeros([C, BC], dtype=tl.float32)
+    if (first > begin) & (count == C):  # most chunks: all that a token needs is there, and one place follows another
+        before, here = x_ptr + (first - (W - 1)).to(tl.int64) * x_t, (cols < channels)[None, :]
+        for tap in tl.static_range(W):
+            x = tl.load(before + (rows + tap)[:, None] * x_t + cols[None, :] * x_c, mask=here, other=0.0)
+            acc += x.to(tl.float32) * _tap(taps_ptr, cols, channels, tap, W)
+        _store_silu(y_ptr, acc, first, rows, cols, channels, here)
+        return
     for tap in tl.static_range(W):
         at = first + rows - (W - 1 - tap)
         given = inside & (at >= begin)[:, None]
@@ -64,11 +82,8 @@ def convolve(
             kept = (at - begin + (W - 1))[:, None] + cols[None, :] * (W - 1)
             old = inside & (at < begin)[:, None]
             x += tl.load(window_ptr + block * block_stride + kept, mask=old, other=0.0).to(tl.float32)
-        x *= tl.load(taps_ptr + cols * W + tap, mask=cols < channels, other=0.0).to(tl.float32)[None, :]
-        acc += x
-    y = acc * tl.sigmoid(acc)
-    at_y = (first + rows).to(tl.int64)[:, None] * channels + cols[None, :]
-    tl.store(y_ptr + at_y, y.to(y_ptr.dtype.element_ty), mask=inside)
+        acc += x * _tap(taps_ptr, cols, channels, tap, W)
+    _store_silu(y_ptr, acc, first, rows, cols, channels, inside)
 
 
 @triton.jit

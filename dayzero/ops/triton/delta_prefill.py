@@ -99,7 +99,7 @@ def prefill_by(
     scratch = rule.local(q, k, raw.z, raw.beta_TH, sizes, rows.num_chunks, gate, rows)
     rule.run_rows(scratch, v, out_THV, kept.state_NHKV, sizes, rows)
     num_pairs = (out_THV.shape[0] - first) * heads
-    at_once = 8
+    at_once = 16
     norm_gate[(triton.cdiv(num_pairs, at_once),)](
         out_THV[first:], raw.gate_TC[first:], weights.norm_V.contiguous(), num_pairs, *raw.gate_TC.stride(), eps,
         HEADS=heads, V=value_width, VP=triton.next_power_of_2(value_width), BM=at_once, SILU=act == "silu",

@@ -1,4 +1,4 @@
-"""``moe.experts_fp8_128`` on a GPU for stacks in 4 bits: as ``moe.experts`` there, with three launches more, which
+"""``moe.experts_fp8_128`` on a GPU: as ``moe.experts`` there, with three launches more, which
 round the rows of both products to e4m3 and give each place its token's scales.
 
 Codes of e4m3 are multiplied as the bf16 numbers that they are, and sums over 128 columns by the rows' scales in f32.
@@ -18,29 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dayzero.decl import Mxfp4
 from dayzero.ops.experts_tables import in_parts, settings_of
+from dayzero.ops.triton.experts import Stack, pack
 from dayzero.ops.triton.experts_matmul import Biases, down_product, gate_up
 from dayzero.ops.triton.experts_rows import OVERLAP, Sorted, begun, combine, nearest, sort_by_expert
 from dayzero.ops.triton.machine import INTERPRETED, check_machine, hardware_word, num_processors
 from dayzero.ops.triton.mxfp4 import COLUMNS, Tiles
-from dayzero.ops.triton.mxfp4 import pack as tiles_of
 from dayzero.units import ceil_div
 
 __all__ = ["check_machine", "experts", "pack"]
 
-Stack = Mxfp4 | Tiles
 BEHIND = 128  # places behind the last whose scales a tile reads, at most
 LARGEST, LEAST_AMAX = 448.0, 1e-4  # of e4m3; of a block's largest magnitude, as in the reference
 _BEHIND, _LARGEST, _LEAST = tl.constexpr(BEHIND), tl.constexpr(LARGEST), tl.constexpr(LEAST_AMAX)
 _SLOW = tl.constexpr(INTERPRETED)
-
-
-def pack(stack: Any) -> Tiles:
-    """A stack in 4 bits laid out for ``experts``. ValueError for anything else."""
-    if not isinstance(stack, Mxfp4 | Tiles):
-        raise ValueError("this variant takes whole stacks of experts in 4 bits; bind another one to this site")
-    return tiles_of(stack) if isinstance(stack, Mxfp4) else stack
 
 
 def experts(
@@ -59,10 +50,13 @@ def experts(
     num_experts = len(gate)
     if ids_TN.numel() == 0 or num_experts == 0:
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
-    run = settings_of("w4a8", ids_TN.numel(), num_experts, hardware_word(x_TD.device))
+    packed = isinstance(gate, Tiles)
+    run = settings_of("w4a8" if packed else "bf16", ids_TN.numel(), num_experts, hardware_word(x_TD.device))
     by_expert = sort_by_expert(ids_TN, num_experts, run.rows)
-    programs = by_expert.most, num_processors(x_TD.device)
-    first, second = in_parts(run.gate_up, gate.shape, *programs), in_parts(run.down, down.shape, *programs)
+    first, second = run.gate_up, run.down
+    if packed:
+        programs = by_expert.most, num_processors(x_TD.device)
+        first, second = in_parts(first, gate.shape, *programs), in_parts(second, down.shape, *programs)
     codes_TD, scales = quantise(x_TD)
     hidden = gate_up(codes_TD, gate, up, by_expert, activation, biases, first, by_place(scales, by_expert))
     codes, scales = quantise(hidden)

@@ -101,7 +101,7 @@ def _sums(
     """HIGH rows of matrix ``one`` of the expert, and of ``two`` where TWO, times the rows at ``at`` [1, ROWS]; of the
     ``split``-th part of K where that is SPLIT parts. Steps beyond K read the last one and multiply it by zeros.
 
-    scales: None, or where those of the tile's rows begin: sums over 128 columns are multiplied by them, each block's
+    scales: None, or where those of the tile's rows begin: sums within 128 columns are multiplied by them, each block's
     ``behind`` the one before."""
     g = tl.zeros((HIGH, ROWS), tl.float32)
     u = tl.zeros((HIGH, ROWS), tl.float32)
@@ -143,9 +143,19 @@ def _sums(
         for k in range(PIECES):
             columns = deep + (split * PIECES + k) * DEEP
             piece = _rows_of(at + columns[:, None], columns, inside, K, EVEN)
-            g = _times(_plain_piece(one + expert * R * K, rows, columns, R, K, EVEN), piece, g)
+            a = _plain_piece(one + expert * R * K, rows, columns, R, K, EVEN)
+            if scales is None:
+                g = _times(a, piece, g)
+            else:
+                block = (split * PIECES + k) * DEEP // _WIDE
+                scale = tl.load((scales + block * behind) + tl.arange(0, ROWS))[None, :]
+                g += _times(a, piece, tl.zeros((HIGH, ROWS), tl.float32)) * scale
             if TWO:
-                u = _times(_plain_piece(two + expert * R * K, rows, columns, R, K, EVEN), piece, u)
+                b = _plain_piece(two + expert * R * K, rows, columns, R, K, EVEN)
+                if scales is None:
+                    u = _times(b, piece, u)
+                else:
+                    u += _times(b, piece, tl.zeros((HIGH, ROWS), tl.float32)) * scale
     return g, u
 
 
@@ -318,7 +328,7 @@ def gate_up(
     """[T N, I] by place: the activation of both products of each place's token. Rows without a place stay undefined.
 
     scales: f32 [ceil(D / 128), places and as many behind them as a tile has], which multiply x's values by block and
-    place; for stacks in 4 bits."""
+    place; plain stacks with scales are not run in parts."""
     packed, inner, num_rows = isinstance(gate, Tiles), gate.shape[2], gate.shape[1]
     slots, split = by_expert.num_slots, settings["SPLIT"]
     hidden = torch.empty(slots, num_rows, dtype=x_TD.dtype, device=x_TD.device)

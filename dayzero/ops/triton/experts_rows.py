@@ -136,7 +136,7 @@ def _place_slots(
     tl.store(tiles + most + tile, place, mask=begins)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "most"])  # else compiled anew for multiples of 16
 def _sort_alone(
     ids, counts, order, ends, tiles, num_tiles, num_slots, num_experts, most,
     ROWS: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr,

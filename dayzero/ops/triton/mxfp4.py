@@ -38,7 +38,11 @@ HIGHEST = 128  # stored exponent up to which 2^(126 + k) is a bf16 number
 _PLANES = ((0, 26), (0, 30), (0, 4), (2, 0), (1, 8), (1, 28), (1, 2), (2, 6))
 _LEFT = 0xC180C180  # bits of word 0 that planes in "what is left" have; the others of it are word 1's
 _PAIR = 0x81C081C0  # of two bf16 numbers: sign, two bits of the exponent, one of the mantissa
-_PLACES = (6, 7, 8, 15)  # of a code's four bits, lowest first
+SCRATCH = 64 << 20  # bytes that laying out a stack may take besides its result
+# The same for a kernel that lays codes out: a code's four bits come from bits 6, 7, 8 and 15.
+_WORDS = tl.constexpr(WORDS)
+_SOURCES, _ROTATIONS = (tl.constexpr(tuple(plane[i] for plane in _PLANES)) for i in range(2))
+_LEFT_BITS, _PAIR_BITS = tl.constexpr(_LEFT), tl.constexpr(_PAIR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,50 +72,65 @@ class Tiles:
 
 
 def pack(stack: Mxfp4) -> Tiles:
-    """A stack [E, R, C] laid out in tiles, one matrix after another so that scratch stays that of one."""
+    """A stack [E, R, C] laid out in tiles: codes in one launch, exponents some matrices at a time, so that scratch is
+    about ``SCRATCH`` bytes, or three times a matrix's codes."""
     num_experts, num_rows, num_columns = stack.shape
     tall, wide = 2 * ceil_div(num_rows, 2 * ROWS), ceil_div(num_columns, COLUMNS)
     device = stack.codes.device
     codes = torch.empty(num_experts, tall, wide, WORDS, dtype=torch.int32, device=device)
     exponents = torch.empty(num_experts, tall, wide, ROWS, dtype=torch.int32, device=device)
     shifts = torch.empty(num_experts, dtype=torch.float32, device=device)
-    for number in range(num_experts):
-        _pack_one(stack[number], codes[number], exponents[number], shifts[number])
+    if codes.numel():
+        _lay_out[tall * wide, num_experts](
+            stack.codes, codes, *stack.codes.stride(), num_rows, num_columns // 2, wide, num_warps=4
+        )
+        step = max(1, SCRATCH // max(1, 3 * stack[0].codes.numel()))
+        for first in range(0, num_experts, step):
+            some = slice(first, first + step)
+            _pack_exponents(Mxfp4(stack.codes[some], stack.scales[some]), exponents[some], shifts[some])
     return Tiles(codes, exponents, shifts, stack.shape)
 
 
-def _pack_one(matrix: Mxfp4, codes: Tensor, exponents: Tensor, shift: Tensor) -> None:
-    tall, wide = codes.shape[:2]
-    short_rows, short_columns = tall * ROWS - matrix.shape[0], wide * COLUMNS - matrix.shape[1]
-    live = live_groups(matrix)
-    stored = torch.where(live, matrix.scales.int(), 0)
-    above = (stored.amax() - HIGHEST).clamp(min=0) if stored.numel() else stored.sum()
-    shift.copy_(torch.exp2(above.float()))
-    field = torch.where(live, (stored - above + 126).clamp(min=0), 0)
-    field = torch.nn.functional.pad(field, (0, short_columns // GROUP, 0, short_rows))
+def _pack_exponents(stack: Mxfp4, exponents: Tensor, shifts: Tensor) -> None:
+    """Write those of matrices [E, R, C]: exponents [E, A, B, 64], shifts [E]."""
+    num_experts, num_rows, num_columns = stack.shape
+    tall, wide = exponents.shape[1:3]
+    live = live_groups(stack)
+    stored = torch.where(live, stack.scales.int(), 0)
+    above = (stored.flatten(1).amax(1) - HIGHEST).clamp(min=0) if stored.numel() else shifts.int() * 0
+    shifts.copy_(torch.exp2(above.float()))
+    field = torch.where(live, (stored - above[:, None, None] + 126).clamp(min=0), 0)
+    field = torch.nn.functional.pad(field, (0, wide * COLUMNS // GROUP - field.shape[2], 0, tall * ROWS - num_rows))
     # Rows of a tile as [row 4-5, row 3, row 0-2]; stored with row 3 last.
-    rows = field.view(tall, 4, 2, 8, wide, 4).permute(0, 4, 1, 3, 2, 5).reshape(tall, wide, ROWS, 4)
+    rows = field.view(num_experts, tall, 4, 2, 8, wide, 4).permute(0, 1, 5, 2, 4, 3, 6)
+    rows = rows.reshape(num_experts, tall, wide, ROWS, 4)
     exponents.copy_(rows.to(torch.uint8).contiguous().view(torch.int32)[..., 0])
 
-    pairs = torch.nn.functional.pad(matrix.codes, (0, short_columns // 2, 0, short_rows))
-    # tall, row 4-5, row 3, row 0-2, wide, k6, k5, k4, k3, k1-2; a byte is a pair of neighbouring columns
-    parts = pairs.view(tall, 4, 2, 8, wide, 2, 2, 2, 2, 4).permute(0, 4, 6, 1, 3, 9, 2, 5, 7, 8).reshape(-1, 8)
-    number = parts.int() + 256 * torch.arange(8, dtype=torch.int32, device=parts.device)
-    words = _word_bits(codes.device).index_select(0, number.view(-1)).view(-1, 8, 2)
-    codes.copy_(words.sum(1, dtype=torch.int32).view(codes.shape))
 
-
-@lru_cache(maxsize=4)
-def _word_bits(device: torch.device) -> Tensor:
-    """int32 [8 * 256, 2]: for each plane and byte of a pair of codes its bits in both words. No two share one."""
-    byte = torch.arange(256)
-    bits = torch.zeros(8, 256, 2, dtype=torch.int64)
-    for plane, (word, rotation) in enumerate(_PLANES):
-        for number in range(8):  # of a bit of the byte; its upper half is the second lane
-            at = (_PLACES[number % 4] + 16 * (number // 4) + rotation) % 32
-            of = word if word < 2 else 1 - (_LEFT >> at & 1)
-            bits[plane, :, of] |= (byte >> number & 1) << at
-    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(-1, 2).to(device)
+@triton.jit
+def _lay_out(codes, out, matrix_step, row_step, byte_step, R, BYTES, wide):
+    """Grid (tiles of a matrix, E). Codes [E, R, BYTES] as words of tiles, zeros beyond R and BYTES."""
+    tile, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    pair = tl.arange(0, _WORDS // 2)  # of words: [k5, row 4-5, row 0-2, k1-2, row 3]
+    row = tile // wide * 64 + (pair >> 6 & 3) * 16 + (pair & 1) * 8 + (pair >> 3 & 7)
+    first = tile % wide * 64 + (pair >> 8) * 16 + (pair >> 1 & 3)
+    at = codes + expert * matrix_step + row.to(tl.int64) * row_step
+    one, two = tl.zeros((_WORDS // 2,), tl.int64), tl.zeros((_WORDS // 2,), tl.int64)
+    for plane in tl.static_range(8):  # k6, k4, k3
+        byte = first + (plane >> 2) * 32 + (plane >> 1 & 1) * 8 + (plane & 1) * 4
+        b = tl.load(at + byte * byte_step, mask=(row < R) & (byte < BYTES), other=0).to(tl.int64)
+        bits = ((b & 7) << 6) | ((b & 8) << 12) | ((b & 0x70) << 18) | ((b & 0x80) << 24)
+        bits = ((bits << _ROTATIONS[plane]) | (bits >> (32 - _ROTATIONS[plane]))) & 0xFFFFFFFF
+        if _SOURCES[plane] == 0:
+            one |= bits
+        elif _SOURCES[plane] == 1:
+            two |= bits
+        else:
+            one |= bits & _LEFT_BITS
+            two |= bits & (0xFFFFFFFF - _LEFT_BITS)
+    words = out + (expert * tl.num_programs(0) + tile) * _WORDS + pair * 2
+    tl.store(words, one.to(tl.int32))
+    tl.store(words + 1, two.to(tl.int32))
 
 
 def _assembly() -> str:
@@ -130,7 +149,6 @@ _ASSEMBLY = tl.constexpr(_assembly())
 _REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 6))
 _BF16 = tl.constexpr((tl.bfloat16,) * 8)
 _SLOW = tl.constexpr(INTERPRETED)
-_LEFT_BITS, _PAIR_BITS = tl.constexpr(_LEFT), tl.constexpr(_PAIR)
 
 
 @triton.jit

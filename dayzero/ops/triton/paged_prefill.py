@@ -31,9 +31,10 @@ from dayzero.ops.triton.paged_decode import (
 )
 from dayzero.view import Paged
 
-__all__ = ["SMALL_WINDOW", "check_machine", "chunked", "paged"]
+__all__ = ["check_machine", "chunked", "paged"]
 
 SMALL_WINDOW = 512  # up to which most tiles of keys are seen in part only, so that small ones are faster
+LEAST_ROWS = 64  # that a program looks through for its own: fewer would take as long, and kernels of their own
 
 
 @triton.jit
@@ -123,7 +124,7 @@ def _steps(
     return top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])  # else compiled anew for 1 and for multiples of 16
 def _chunks(
     q, keys, values, key_scales, value_scales, table, first, query_start, start, sinks, out, lse,
     q_token, q_head, key_block, key_row, key_head, value_block, value_row, value_head,
@@ -251,7 +252,7 @@ def chunked(
         options["scale"], softcap or 1.0, window or 0, num_rows, heads, num_blocks,
         G=shape.group, D=shape.width, D1=shape.d1, D2=shape.d2, V=shape.value_width, VP=shape.value_padded,
         PAGE=shape.page, TILE=tuning.tile, BLOCK_M=tuning.block, TOKENS=tokens, BLOCK_G=block_g,
-        ROWS=triton.next_power_of_2(num_rows), LATENT=shape.latent, WINDOW=window is not None,
+        ROWS=triton.next_power_of_2(max(LEAST_ROWS, num_rows)), LATENT=shape.latent, WINDOW=window is not None,
         SINKS=sinks_H is not None, SOFTCAP=softcap is not None, FP8=shape.fp8, num_warps=tuning.warps,
         num_stages=tuning.stages,
     )  # fmt: skip

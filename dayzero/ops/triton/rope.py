@@ -10,21 +10,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dayzero.ops.triton.machine import check_machine
+from dayzero.ops.triton.machine import INTERPRETED, check_machine
 from dayzero.ops.triton.rows import FOLLOWS, follow
 
 __all__ = ["apply", "check_machine", "grid"]
 
 ELEMENTS = 4096  # of a program
-_TURN, _INVERSE_TURN = tl.constexpr(6.283185307179586), tl.constexpr(0.15915494309189535)
+_ALONE = tl.constexpr(INTERPRETED)
+_QUARTER, _INVERSE_QUARTER = tl.constexpr(1.5707963267948966), tl.constexpr(0.6366197723675814)
+
+
+@triton.jit
+def _widened(x):
+    """f32 numbers in f64. The compiler, where it knows a widening, has threads exchange the narrow numbers, and then
+    make all that follows of them over and over; of an instruction that it is given it knows nothing."""
+    if _ALONE:
+        return x.to(tl.float64)
+    return tl.inline_asm_elementwise("cvt.f64.f32 $0, $1;", "=d,f", [x], dtype=tl.float64, is_pure=True, pack=1)
 
 
 @triton.jit
 def cos_sin(angle):
-    """(cos, sin) of f32 angles of any size: whole turns are taken off in f64, what is left needs f32 only."""
-    wide = angle.to(tl.float64)
-    left = (wide - tl.floor(wide * _INVERSE_TURN + 0.5) * _TURN).to(tl.float32)
-    return tl.cos(left), tl.sin(left)
+    """(cos, sin) of f32 angles of any size, within 2^-23: quarter turns are taken off in f64, what is left, up to an
+    eighth either way, needs f32 only. The library's functions bring along what any size would need in f32; here a warp
+    has little else to do. Polynomials: sinf and cosf of the Cephes library."""
+    wide = _widened(angle)
+    quarters = tl.floor(wide * _INVERSE_QUARTER + 0.5)
+    x = (wide - quarters * _QUARTER).to(tl.float32)
+    number = quarters.to(tl.int64).to(tl.int32)
+    square = x * x
+    sin = x + x * square * (-1.6666654611e-1 + square * (8.3321608736e-3 + square * -1.9515295891e-4))
+    high = 4.166664568298827e-2 + square * (-1.388731625493765e-3 + square * 2.443315711809948e-5)
+    cos = 1.0 - 0.5 * square + square * square * high
+    odd = (number & 1) != 0
+    cos, sin = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    return tl.where(((number + 1) & 2) != 0, -cos, cos), tl.where((number & 2) != 0, -sin, sin)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """``moe.route`` on a GPU: one program a token, scores in f64 rounded to f32 as in the reference, ties to the lower id.
 
-T tokens, E experts, N chosen experts a token. A program is one warp, which finds the largest of some numbers with one
-instruction; it holds the experts as [groups, experts of a group], padded to powers of two.
+T tokens, E experts, N chosen experts a token, S pieces of the logits' sums. A program is one warp, which finds the
+largest of some numbers with one instruction; it holds the experts as [groups, experts of a group], padded to powers of
+two.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dayzero.ops.moe import SCORES
+from dayzero.ops.router import Choosing
 from dayzero.ops.triton.machine import check_machine
+from dayzero.ops.triton.rows import FOLLOWS, follow
 
-__all__ = ["check_machine", "route"]
+__all__ = ["check_machine", "choose", "route"]
 
 _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
@@ -31,21 +34,32 @@ def route(
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """``moe.route`` in one launch. Logits are finite; with groups, top_k is at most the experts of the groups kept."""
-    dtypes = {x.dtype for x in (logits_TE, bias_E) if x is not None}
+    return choose(logits_TE[None], Choosing(top_k, score, groups, renormalise, scale, eps), None, bias_E, exact=True)
+
+
+def choose(
+    pieces_STE: Tensor, choosing: Choosing, logit_bias_E: Tensor | None, select_bias_E: Tensor | None, *, exact: bool
+) -> tuple[Tensor, Tensor]:
+    """``moe.route`` of the pieces' sum, in their order, and of the logits' own bias, which may be of any float type.
+    exact: scores are made in f64, which takes longer than all else; f32 is as exact as logits that are sums in f32."""
+    top_k, score, (num_groups, kept), renormalise, scale, eps = choosing
+    dtypes = {x.dtype for x in (pieces_STE, select_bias_E) if x is not None}
     if score not in SCORES or dtypes != {torch.float32}:
         raise ValueError(f"routing needs f32 logits and bias and a score of {SCORES}, not {score!r}, {dtypes}")
-    num_tokens, num_experts = logits_TE.shape
-    ids_TN = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits_TE.device)
-    weights_TN = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_TE.device)
+    pieces, num_tokens, num_experts = pieces_STE.shape
+    ids_TN = torch.empty(num_tokens, top_k, dtype=torch.int64, device=pieces_STE.device)
+    weights_TN = torch.empty(num_tokens, top_k, dtype=torch.float32, device=pieces_STE.device)
     if ids_TN.numel() == 0:
         return ids_TN, weights_TN
-    num_groups, kept = groups
     wide = num_experts // num_groups
+    biases = (logit_bias_E, select_bias_E)
     _route[num_tokens,](
-        logits_TE, bias_E, ids_TN, weights_TN, *logits_TE.stride(), bias_E.stride(0) if bias_E is not None else 0,
-        num_groups, wide, scale, eps, SCORE=score, BIAS=bias_E is not None, KEPT=kept if num_groups > 1 else 0,
+        pieces_STE, *biases, ids_TN, weights_TN, *pieces_STE.stride(),
+        *(0 if bias is None else bias.stride(0) for bias in biases), num_groups, wide, scale, eps, SCORE=score,
+        ADDED=logit_bias_E is not None, BIAS=select_bias_E is not None, KEPT=kept if num_groups > 1 else 0,
         RENORMALISE=renormalise, CHOSEN=top_k, PLACES=triton.next_power_of_2(top_k),
-        GROUPS=triton.next_power_of_2(num_groups), WIDE=triton.next_power_of_2(wide), num_warps=1,
+        GROUPS=triton.next_power_of_2(num_groups), WIDE=triton.next_power_of_2(wide), PIECES=pieces,
+        REAL=tl.float64 if exact else tl.float32, num_warps=1, **FOLLOWS,
     )  # fmt: skip
     return ids_TN, weights_TN
 
@@ -58,12 +72,12 @@ def _key(value):
 
 
 @triton.jit
-def _score(logit, top, total, SCORE: tl.constexpr):
-    """Score in f32 of logits f32, by f64; top and total are of all experts' powers, for a softmax."""
+def _score(logit, top, total, SCORE: tl.constexpr, REAL: tl.constexpr):
+    """Score in f32 of logits f32, by way of REAL; top and total are of all experts' powers, for a softmax."""
     if SCORE == "sigmoid":
-        return (1.0 / (1.0 + tl.exp(-logit.to(tl.float64)))).to(tl.float32)
+        return (1.0 / (1.0 + tl.exp(-logit.to(REAL)))).to(tl.float32)
     if SCORE == "softmax":
-        return (tl.exp(logit.to(tl.float64) - top) / total).to(tl.float32)
+        return (tl.exp(logit.to(REAL) - top) / total).to(tl.float32)
     return logit
 
 
@@ -88,22 +102,36 @@ def _kept_groups(choice, exists, within, group, KEPT: tl.constexpr):
 
 
 @triton.jit
+def _logits(pieces, added, number, there, piece_stride, step, added_step, ADDED: tl.constexpr, PIECES: tl.constexpr):
+    """f32 logits of some experts, -inf where there is none: the same numbers whichever are asked for together."""
+    logit = tl.load(pieces + number * step, mask=there, other=float("-inf"))
+    for piece in tl.static_range(1, PIECES):
+        logit += tl.load(pieces + piece * piece_stride + number * step, mask=there, other=0.0)
+    if ADDED:
+        logit += tl.load(added + number * added_step, mask=there, other=0.0).to(tl.float32)
+    return logit
+
+
+@triton.jit
 def _route(
-    logits, bias, ids, weights, stride, step, bias_step, num_groups, wide, scale, eps,
-    SCORE: tl.constexpr, BIAS: tl.constexpr, KEPT: tl.constexpr, RENORMALISE: tl.constexpr, CHOSEN: tl.constexpr,
-    PLACES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,
+    pieces, added, bias, ids, weights, piece_stride, stride, step, added_step, bias_step, num_groups, wide, scale, eps,
+    SCORE: tl.constexpr, ADDED: tl.constexpr, BIAS: tl.constexpr, KEPT: tl.constexpr, RENORMALISE: tl.constexpr,
+    CHOSEN: tl.constexpr, PLACES: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, PIECES: tl.constexpr,
+    REAL: tl.constexpr,
 ):  # fmt: skip
+    follow()
     token = tl.program_id(0).to(tl.int64)
     group = tl.broadcast_to(tl.arange(0, GROUPS)[:, None], (GROUPS, WIDE))
     within = tl.broadcast_to(tl.arange(0, WIDE)[None, :], (GROUPS, WIDE))
     exists = (group < num_groups) & (within < wide)
     number = group * wide + within
-    logit = tl.load(logits + token * stride + number * step, mask=exists, other=float("-inf"))
-    top, total = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    own = pieces + token * stride
+    logit = _logits(own, added, number, exists, piece_stride, step, added_step, ADDED, PIECES)
+    top, total = tl.zeros((), REAL), tl.zeros((), REAL)
     if SCORE == "softmax":
-        top += tl.max(tl.max(logit, 1), 0).to(tl.float64)
-        total += tl.sum(tl.sum(tl.exp(logit.to(tl.float64) - top), 1), 0)
-    choice = _score(logit, top, total, SCORE)
+        top += tl.max(tl.max(logit, 1), 0).to(REAL)
+        total += tl.sum(tl.sum(tl.exp(logit.to(REAL) - top), 1), 0)
+    choice = _score(logit, top, total, SCORE, REAL)
     if BIAS:
         choice += tl.load(bias + number * bias_step, mask=exists, other=0.0)
     if KEPT > 0:
@@ -118,13 +146,13 @@ def _route(
         chosen = tl.where(place == n, at, chosen)
         keys = tl.where(number == at, _LEAST, keys)
     real = place < CHOSEN
-    logit = tl.load(logits + token * stride + chosen * step, mask=real, other=float("-inf"))
+    logit = _logits(own, added, chosen, real, piece_stride, step, added_step, ADDED, PIECES)
     if SCORE == "softmax_topk":
-        wider = logit.to(tl.float64)
+        wider = logit.to(REAL)
         powers = tl.exp(wider - tl.max(wider, 0))
         weight = (powers / tl.sum(powers, 0)).to(tl.float32)
     else:
-        weight = tl.where(real, _score(logit, top, total, SCORE), 0.0)
+        weight = tl.where(real, _score(logit, top, total, SCORE, REAL), 0.0)
         if RENORMALISE:
             weight = tl.div_rn(weight, tl.broadcast_to(tl.sum(weight, 0) + eps, weight.shape))
     tl.store(ids + token * CHOSEN + place, chosen.to(tl.int64), mask=real)

@@ -42,7 +42,7 @@ def _row_of(query_start, token, num_rows, CHUNK: tl.constexpr):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "num_rows"])  # else compiled anew for multiples of 16
 def _attend(
     q, keys, values, listed, table, first, query_start, sinks, out, lse,
     first_token, width_n, num_rows, pages, q_t, q_h, q_d, listed_t, table_r, key_block, value_block, scale, softcap,

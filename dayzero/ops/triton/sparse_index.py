@@ -67,7 +67,7 @@ def _keys_tile(pool, table_row, last, tile, block_bytes, D: tl.constexpr, DP: tl
     return k, factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_query", "end_query", "num_rows"])  # else compiled anew for multiples of 16
 def _score(
     q, weights, pool, table, query_start, start, out, first_query, end_query, num_rows, block_bytes,
     q_t, q_h, q_d, w_t, w_h, table_r, out_t, scale,
@@ -128,7 +128,7 @@ def score_rows(
         scores_TL.stride(0), scale,
         H=heads, HP=max(16, triton.next_power_of_2(heads)), D=dim, DP=max(16, triton.next_power_of_2(dim)),
         PAGE=keys.page, KIND=RECORDS[keys.record], TILE=_TILE, QUERIES=queries,
-        RP=triton.next_power_of_2(max(2, rows)), UPCAST=upcast, num_warps=8, num_stages=3,
+        RP=triton.next_power_of_2(max(16, rows)), UPCAST=upcast, num_warps=8, num_stages=3,
     )  # fmt: skip
 
 

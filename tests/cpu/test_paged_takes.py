@@ -1,0 +1,51 @@
+"""Which rows the kernels of grouped heads in CUDA C++ take: those that the engine's pool holds above all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dayzero.cache.layout import lay_out
+from dayzero.cache.views import PoolTokens, PoolViews
+from dayzero.decl import CacheNeed
+from dayzero.ops.cuda import paged_decode, paged_prefill
+from dayzero.view import Paged, Span
+
+
+def of_a_pool(width: int, page: int = 64) -> tuple[torch.Tensor, Paged, Paged]:
+    """Queries, and keys and values of the middle one of three layers; what a view says beside its rows is made up."""
+    needs = [CacheNeed(f"layers.{i}.{n}", (2, width), "bf16", "kv_bf16") for i in range(3) for n in ("k", "v")]
+    views = PoolViews(lay_out(needs, dtype="bf16", page_tokens=page), 4)
+    some = torch.zeros(1, dtype=torch.int32)
+    spans = (Span(0, 0, 5, 0),)
+    keys, values = (
+        Paged(store.rows, some[None], some, some, some, spans)
+        for store in (views.stores[f"layers.1.{n}"] for n in ("k", "v"))
+        if isinstance(store, PoolTokens)
+    )
+    return torch.zeros(5, 8, width, dtype=torch.bfloat16), keys, values
+
+
+@pytest.mark.parametrize(
+    ("width", "page", "taken"), [(64, 64, True), (128, 64, True), (128, 16, True), (128, 8, False), (96, 64, False)]
+)
+def test_keys_and_values_of_a_layer(width: int, page: int, taken: bool) -> None:
+    q, keys, values = of_a_pool(width, page)
+    assert keys.rows.shape[0] != values.rows.shape[0]  # they lie at different places of a block
+    assert paged_prefill.takes(q, keys, values) is taken
+    assert paged_decode.takes(q, keys, values) is taken
+
+
+def test_queries_of_another_type() -> None:
+    q, keys, values = of_a_pool(128)
+    assert not paged_prefill.takes(q.float(), keys, values)
+    assert not paged_decode.takes(q.float(), keys, values)
+
+
+@pytest.mark.parametrize(("heads", "taken"), [(2, True), (16, True), (18, False)])
+def test_heads_on_a_key_head_of_rows_of_one_token(heads: int, taken: bool) -> None:
+    """Up to eight: the kernel for chunks takes more."""
+    _, keys, values = of_a_pool(64)
+    q = torch.zeros(5, heads, 64, dtype=torch.bfloat16)
+    assert paged_decode.takes(q, keys, values) is taken
+    assert paged_prefill.takes(q, keys, values)
