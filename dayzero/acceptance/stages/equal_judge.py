@@ -15,6 +15,7 @@ from dayzero.ops.contract import CONTRACTS
 
 REFERENCE_BOUND = 1e-5  # of the logits' spread: sums over other shapes, in float64 and rounded once (design, section 6)
 CODE_STEP = 2.0**-4  # of e4m3, relative: what a value moves by whose code turns over
+LARGEST = 4.0  # deviations that the largest of some hundred normal errors lies out
 MOST_PARTED = {"f32": 0.02, "bf16": 0.1}  # share of the compared places at which answers may part
 
 
@@ -53,17 +54,20 @@ def limit_of(spec: ModelSpec, path: str, dtype: str, spread: float, deviation: f
 
     Variants: each operator may be off by its contract's bound; independent errors add in quadrature over the uses of
     the model, and either of two logits may have moved. Quantised rows: an error e turns over a share e / step of the
-    codes, each by a step, so that rows differ by the root of e times step.
+    codes, each by a step, so that rows differ by the root of e times step. That is a root mean square, and what is
+    compared is the largest of some hundred places: LARGEST deviations of it.
     """
     if path == "reference":
         return Limit(REFERENCE_BOUND * spread, f"{REFERENCE_BOUND:g} of the logits' spread", 0.0)
     bounds = [CONTRACTS[use.contract].bound.get(dtype) for use in spec.contracts() if use.contract in CONTRACTS]
     error = math.sqrt(sum(bound.value**2 for bound in bounds if bound is not None))
     why = f"bounds of {len(bounds)} operators in quadrature, {error:.1e} of the logits' {deviation:.2g}, twice"
+    nats = 2 * error * deviation
     if narrow:
-        error += math.sqrt(error * CODE_STEP)
-        why += "; and codes that turn over"
-    return Limit(2 * error * deviation, why, MOST_PARTED[dtype])
+        rows = math.sqrt(error * CODE_STEP)
+        nats += LARGEST * rows * deviation
+        why += f"; and codes that turn over, {rows:.1e}, {LARGEST:g} times"
+    return Limit(nats, why, MOST_PARTED[dtype])
 
 
 def compare_all(got: Sequence[RequestOutput], want: Sequence[RequestOutput], limit: Limit, sampled: bool) -> Tally:

@@ -8,7 +8,7 @@ settings are tried one at a time, and the one that fails alone is at fault.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dayzero.acceptance.accept.stage import Context, Stage, StageResult
@@ -105,7 +105,10 @@ class _Board:
 
     def limit(self, row: Row) -> Limit:
         dtype, spread, deviation = dtype_of(self.subject, row["path"]), self.logits.spread, self.logits.deviation
-        return limit_of(self.subject.spec, row["path"], dtype, spread, deviation, row["narrow"])
+        found = limit_of(self.subject.spec, row["path"], dtype, spread, deviation, row["narrow"])
+        # A draw falls at a place of the summed chances, and its token is as wide there as it is likely: where a model
+        # is unsure, codes that turn over move nearly every draw to a neighbour. Log-probabilities are held as ever.
+        return replace(found, most_parted=1.0) if row["narrow"] and row["sampled"] else found
 
     def baseline(self, row: Row) -> Ran:
         """Alone, at once, without reuse, in a wide pool."""
