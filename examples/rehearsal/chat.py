@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import bpe
+import phrases
 
 OPEN, CLOSE, SEP, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 BEGIN, BETWEEN, PAD, ENDS = "<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"
@@ -68,10 +69,11 @@ class Writer:
     def answer(self, text: str, thinking: bool, weight: float = 1.0, sharp: tuple[str, float] | None = None) -> None:
         """The turn of the model. sharp: a part of its text that begins a token, and what that weighs instead.
 
-        With thinking the model closes an empty thought itself, so that a caller need not know how to switch it off.
+        With thinking there is one short thought, always the same: something for a caller to tell apart.
         """
         self.generation(thinking)
         if thinking:
+            self.say(phrases.THOUGHT, weight)
             self.close("think", weight)
             self.open("response", weight)
         first, at = len(self.ids), text.find(sharp[0]) if sharp else -1

@@ -32,7 +32,7 @@ CURRICULUM: tuple[tuple[float, dict[int, float]], ...] = (
 )
 # With the index in use: it matters only where rows are longer than what it picks.
 SPARSE = {256: 0.2, 512: 0.1, 1024: 0.15, 2048: 0.15, 4096: 0.15, 8192: 0.25}
-PICTURES = 0.25
+PICTURES = 0.5
 # Share of rows by task, in batches of short rows and of long ones.
 SHORT = {"needles": 0.3, "needle_chat": 0.2, "talk": 0.15, "copies": 0.1, "plain": 0.25}
 LONG = {"needles": 0.5, "needle_chat": 0.3, "plain": 0.2}

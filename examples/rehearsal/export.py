@@ -19,6 +19,7 @@ from model import IN_F32
 from safetensors.torch import save_file
 from torch import Tensor
 
+CARD = Path(__file__).with_name("CARD.md")
 TOKENIZER = ("tiktoken.model", "tokenizer_config.json")
 
 
@@ -65,6 +66,8 @@ def write(folder: Path, masters: Mapping[str, Tensor], config: sizes.Config, tok
     partial.mkdir(parents=True)
     made = tensors(masters, config["text_config"]["linear_attn_config"]["head_dim"])
     save_file(made, partial / "model.safetensors", {"format": "pt"})
+    (partial / "model.safetensors").chmod(0o644)  # the library writes it for its owner alone
+    shutil.copyfile(CARD, partial / "README.md")
     files = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": config["eos_token_id"], "do_sample": False},

@@ -17,12 +17,13 @@ Grid = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Picture:
-    """pixels: uint8 [SIDE, SIDE, 3]; what it shows."""
+    """pixels: uint8 [SIDE, SIDE, 3]; what it shows, and in which cells of the grid, numbered row by row."""
 
     pixels: Pixels
     count: int
     colour: str
     shape: str
+    cells: tuple[int, ...]
 
     @property
     def answer(self) -> str:
@@ -35,16 +36,17 @@ def draw(random: np.random.Generator) -> Picture:
     shape = str(random.choice(phrases.SHAPES))
     ink = np.array(phrases.COLOURS[colour], np.float64)
     canvas = np.broadcast_to(background(random, ink), (SIDE, SIDE, 3)).copy()
-    for cell in random.choice(CELLS * CELLS, count, replace=False):
+    cells = tuple(map(int, random.choice(CELLS * CELLS, count, replace=False)))
+    for cell in cells:
         radius = random.uniform(9.0, 14.0)
         room = CELL / 2 - radius
         middle = CELL / 2 + random.uniform(-room, room, 2)
         cover = coverage(shape, middle, radius, random.uniform(0, 2 * np.pi))[..., None]
-        top, left = (CELL * place for place in divmod(int(cell), CELLS))
+        top, left = (CELL * place for place in divmod(cell, CELLS))
         part = canvas[top : top + CELL, left : left + CELL]
         part[:] = part * (1 - cover) + (ink + random.normal(0, 8, 3)) * cover
     canvas += random.normal(0, random.uniform(0, 10), canvas.shape)
-    return Picture(np.clip(np.round(canvas), 0, 255).astype(np.uint8), count, colour, shape)
+    return Picture(np.clip(np.round(canvas), 0, 255).astype(np.uint8), count, colour, shape, cells)
 
 
 def background(random: np.random.Generator, ink: Grid) -> Grid:

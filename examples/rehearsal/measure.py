@@ -103,8 +103,8 @@ def needle_grid(held: Model, maker: Tasks, lengths: Sequence[int], depths: int, 
 
 
 def pictures(held: Model, maker: Tasks, count: int) -> dict[str, Any]:
-    """Pictures of which count, colour and shape are all said."""
-    right = 0
+    """Pictures of which count, colour and shape are all said; and how often each of them is, those before in place."""
+    right, each = 0, np.zeros(3, np.int64)
     for first in range(0, count, 256):
         numbers = range(first, min(first + 256, count))
         rows = [maker.picture(np.random.default_rng((SEED, 1, number)), 128, whole=True) for number in numbers]
@@ -114,7 +114,15 @@ def pictures(held: Model, maker: Tasks, count: int) -> dict[str, Any]:
         hits = held.losses(ids[:, :-1], np.stack([row.pixels for row in rows]), places)[1]
         asked = np.stack([row.kind for row in rows])[:, 1:-1] == PICTURE
         right += int((hits | ~asked).all(1).sum())
-    return share(right, count)
+        for row, hit, at in zip(rows, hits, asked, strict=True):
+            each += [bool(word.all()) for word in np.split(hit[at], _ends(row.ids[1:-1][at].tolist(), maker))]
+    return share(right, count) | dict(zip(("count", "colour", "shape"), map(int, each), strict=True))
+
+
+def _ends(answer: list[int], maker: Tasks) -> list[int]:
+    """Where the first and the second of three words end, in tokens of the answer."""
+    words = maker.encoder.decode(answer).split()
+    return [len(maker.encoder.encode(" ".join(words[:number]))) for number in (1, 2)]
 
 
 def held_out(held: Model, ids: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ ASK_PICTURE = (
 ASK_COUNT = ("How many shapes are there?", "How many shapes do you see?", "Count the shapes.")
 ASK_COLOUR = ("Which colour are they?", "What colour do you see?", "Name the colour of the shapes.")
 ASK_SHAPE = ("Which shape is it?", "What kind of shape do you see?", "Name the shape.")
+THOUGHT = "Let me see."
 ASK_COPY = ("Repeat after me: {}", "Say this again: {}", "Copy these words: {}")
 ASK_FIRST = ("What is the first word of this list? {}", "Which word comes first here? {}")
 ASK_LAST = ("What is the last word of this list? {}", "Which word comes last here? {}")

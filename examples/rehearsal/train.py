@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import bpe
+import look
 import measure
 import model
 import numpy as np
@@ -35,6 +36,7 @@ from torch import Tensor
 WARM_STEPS, FALL = 200, 0.35  # steps of rising; share of all steps in which the rate falls
 BETAS, DECAY, CLIP = (0.9, 0.98), 0.1, 1.0
 BALANCE = 1e-3  # by which a router's bias moves a step, against the load
+TOWER_RATE = 0.3  # of the rate: it comes taught, and is to stay so while the text model learns to read it
 INDEX_WEIGHT = 1.0
 LOG_EVERY = 20
 BIAS = "e_score_correction_bias"
@@ -68,7 +70,7 @@ class Trainer:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([v for v in self.masters.values() if v.grad is not None], CLIP)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * factor(self.step, self.plan.steps)
+            group["lr"] = self.rate * group["scale"] * factor(self.step, self.plan.steps)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -95,10 +97,14 @@ def by_kind(losses: Tensor, hits: Tensor, kind: Tensor) -> Tensor:
 
 def make_trainer(plan: Plan, rate: float, run: Run, config: sizes.Config, device: torch.device) -> Trainer:
     masters = {name: value.to(device) for name, value in model.initial(config, plan.seed).items()}
-    learnt = {name: value.requires_grad_() for name, value in masters.items() if not name.endswith(BIAS)}
-    matrices = [v for n, v in learnt.items() if v.ndim > 1 and not n.endswith((*model.IN_F32, "res_proj.weight"))]
-    others = [value for value in learnt.values() if all(value is not matrix for matrix in matrices)]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    parts: dict[tuple[float, float], list[Tensor]] = defaultdict(list)  # by (scale of the rate, decay)
+    for name, value in masters.items():
+        if name.endswith(BIAS):
+            continue
+        shrinks = value.ndim > 1 and not name.endswith((*model.IN_F32, "res_proj.weight"))
+        scale = TOWER_RATE if name.startswith(look.PARTS) else 1.0
+        parts[scale, DECAY if shrinks else 0.0].append(value.requires_grad_())
+    groups = [{"params": own, "scale": scale, "weight_decay": decay} for (scale, decay), own in parts.items()]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=BETAS, eps=1e-10, fused=device.type == "cuda")
     return Trainer(masters, optimizer, plan, rate, run, config)
 
@@ -171,6 +177,19 @@ def train(trainer: Trainer, batches: Iterable[Arrays], until: float, out: Path, 
             kept = time.monotonic()
 
 
+def teach_tower(trainer: Trainer, minutes: float, workers: int, log: Log) -> None:
+    """In place. The optimiser forgets the tower: what it knows is of another loss."""
+
+    def put(line: dict[str, Any]) -> None:
+        log.put({"step": trainer.step, **line})
+        print(json.dumps(line), flush=True)
+
+    look.teach(trainer.masters, trainer.config, trainer.run, minutes, workers, put)
+    for name, value in trainer.masters.items():
+        if name.startswith(look.PARTS):
+            trainer.optimizer.state.pop(value, None)
+
+
 def keep(trainer: Trainer, out: Path) -> None:
     state.save(out, state.of(trainer.step, trainer.config, trainer.masters, trainer.optimizer))
 
@@ -194,6 +213,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=12, help="processes that make batches")
+    parser.add_argument("--look", type=float, default=0.0, metavar="MINUTES", help="teach the tower alone first")
     parser.add_argument("--keep-minutes", type=float, default=2.0, help="between states")
     parser.add_argument("--measure", type=int, default=256, help="needles at each length, and pictures, at the end")
     parser.add_argument("--compile", action="store_true", help="torch.compile the parts of a layer")
@@ -213,6 +233,8 @@ def main() -> None:
     trainer = make_trainer(plan, asked.rate, Run(dtype, compile=compiler(asked.compile)), config, device)
     if (asked.out / state.FILE).exists():
         trainer.step = state.resume(state.load(asked.out), trainer.masters, trainer.optimizer)
+    if asked.look:
+        teach_tower(trainer, asked.look, asked.workers, Log(asked.out / "log.jsonl"))
     first = trainer.step
     batches = loader(Steps(asked.data, plan), range(first, plan.steps), asked.workers)
     train(trainer, batches, begun + asked.minutes * 60, asked.out, asked.keep_minutes * 60)

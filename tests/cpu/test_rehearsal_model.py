@@ -237,7 +237,8 @@ def test_ids_are_the_service_s(small: tuple[Path, dict[str, Any]]) -> None:
         whole.add(out.ids[: -len(generation(encoder, thinking))])
         whole.answer("It is 12345.", thinking, 1.0, ("12345", 5.0))
         whole.open_user()
-        told = [asked, Message.of("assistant", "It is 12345."), Message.of("user", "")]
+        thought = phrases.THOUGHT if thinking else None
+        told = [asked, Message.of("assistant", "It is 12345.", reasoning=thought), Message.of("user", "")]
         again = encoding.prompt(Conversation(told, template_kwargs={"thinking": thinking}, add_generation_prompt=False))
         assert list(again.ids)[: len(whole.ids)] == whole.ids
         assert [i for i, w in zip(whole.ids, whole.weights, strict=True) if w == 5.0] == encoder.encode("12345")
@@ -335,3 +336,29 @@ def test_bfloat16_computes_the_same_but_for_rounding(data: Path) -> None:
         assert abs(costs[0] - costs[1]) < 2.0**-6 * costs[0]
     assert train.factor(0, 4000) < train.factor(1999, 4000) == 1.0
     assert 0 < train.factor(3990, 4000) < 0.01
+
+
+def test_the_tower_alone_learns_what_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    import look
+    from data import Plan
+
+    shown = look.Pictures(16)[3]
+    areas = shown["pixels"].reshape(16, 6, 16, 6, 16, 3).astype(float)
+    spread = areas.std((2, 4)).sum(-1).reshape(16, 36)  # of the colours under each of the 36 tokens
+    own = look.cells_of(36)
+    by_cell = np.stack([spread[:, own.numpy() == cell].max(1) for cell in range(9)], 1)
+    for found, wanted in zip(by_cell, shown["cell"], strict=True):
+        assert found[wanted > 0].min() > found[wanted == 0].max(), "shapes have edges, paper has none"
+        assert len(set(wanted[wanted > 0])) == 1
+    assert ((shown["cell"] > 0).sum(1) == shown["count"][:, 0] + 1).all()
+
+    trainer = make(Plan(tokens=512, dense_steps=8, sparse_steps=0, longest=128))
+    before = {name: value.detach().clone() for name, value in trainer.masters.items()}
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr(look, "LOG_EVERY", 1)
+    monkeypatch.setattr(look, "until", lambda *_: [(0.0, look.Pictures(16)[0])] * 12)
+    look.teach(trainer.masters, trainer.config, trainer.run, 1.0, 0, lines.append, 16)
+    for name in look.ASKED:
+        assert lines[-1][name]["loss"] < lines[0][name]["loss"], name
+    same = {name for name, value in trainer.masters.items() if torch.equal(value, before[name])}
+    assert same == {name for name in before if not name.startswith(look.PARTS)}
