@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -179,7 +180,8 @@ class MarkerParser:
 
     def _find(self, final: bool) -> tuple[int, Edge | None]:
         """(where it begins, edge) of the first marker, of several there the longest; without one, or while a longer one
-        may still come, (how much of the buffer is text, None)."""
+        may still come, (how much of the buffer is text, None). A last marker that a longer one would go on from is as
+        long as what is there of that."""
         text, start = self._buffer, 0
         while True:
             places = [(at, e) for e in self._state.edges if (at := text.find(e.marker, start)) >= 0]
@@ -187,8 +189,9 @@ class MarkerParser:
                 return len(text) - (0 if final else self._may_begin(text)), None
             at, edge = min(places, key=lambda place: (place[0], -len(place[1].marker)))
             rest = text[at:]
-            if not final and any(e.marker.startswith(rest) and e is not edge for e in self._state.edges):
-                return at, None
+            if any(e.marker.startswith(rest) and e is not edge for e in self._state.edges):
+                # Cut here, the answer ended within the longer one: all of it is markup, as what it begins with is.
+                return at, replace(edge, marker=rest) if final else None
             if edge.follows:
                 behind = text[at + len(edge.marker) :].lstrip()
                 if len(behind) < len(edge.follows) and edge.follows.startswith(behind) and not final:

@@ -59,9 +59,15 @@ def calling(*calls: str) -> str:
 
 def read(text: str, conversation: Conversation, cuts: tuple[int, ...] = (10**9,), stop: int | None = None) -> Assembled:
     """Through detokenizer and parser, as the server does; cuts: sizes of the runs of tokens, again and again."""
+    return read_ids(tokens().encode(text, special=True), conversation, cuts, stop)
+
+
+def read_ids(
+    ids: list[int], conversation: Conversation, cuts: tuple[int, ...] = (10**9,), stop: int | None = None
+) -> Assembled:
     parser = ENCODING.parser(conversation, ENCODING.prompt(conversation))
     reader = ParsedReader(Detokenizer(tokens(), keep=parser.keep), parser)
-    ids, pieces, at, number = tokens().encode(text, special=True), [], 0, 0
+    pieces, at, number = [], 0, 0
     while at < len(ids):
         run = ids[at : at + cuts[number % len(cuts)]]
         pieces += reader.push(run)[0]
@@ -89,6 +95,16 @@ def test_reasoning_content_and_calls() -> None:
     assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == [("get_weather", MEANT), ('say "&"', {})]
     off = read(ANSWER.partition(f"{O}response{S}")[2], asked(False))
     assert (off.reasoning, off.content, off.tool_calls) == ("", "I look.", found.tool_calls)
+
+
+def test_an_answer_that_is_cut_anywhere_is_the_beginning_of_the_whole() -> None:
+    """max_tokens may fall within a marker, whose name is then no text of the answer."""
+    whole = read(ANSWER, asked())
+    ids = tokens().encode(ANSWER, special=True)
+    for at in range(len(ids) + 1):
+        found = read_ids(ids[:at], asked())
+        for part, all_of_it in ((found.reasoning, whole.reasoning), (found.content, whole.content)):
+            assert (all_of_it or "").startswith((part or "").rstrip("\ufffd")), at
 
 
 def test_streamed_is_what_is_not_streamed_at_every_split() -> None:
