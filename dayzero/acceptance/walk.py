@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dayzero.acceptance.compare import Bound, Choice, Distance, bound_at, compare_choices, distance
 from dayzero.acceptance.pictures import pictures_of, where
-from dayzero.acceptance.rounding import ALLOWANCE, Predicted, RecordResult, Rounding
+from dayzero.acceptance.rounding import ALLOWANCE, DRAWS, Predicted, RecordResult, Rounding
 from dayzero.acceptance.trace import Trace
 from dayzero.arch.mixers import MLA
 from dayzero.arch.spec import ModelSpec
@@ -239,8 +239,11 @@ class Walk:
 
     def _may_differ(self, site: str) -> int:
         """Ids that rounding of records may turn over: twice what it did in the prediction, and the scatter of a count
-        of pairs. Twice, because one key serves many queries, so that what turns over comes in bunches."""
-        missed = self._predicted.missed.get(site, 0.0)
+        of pairs. Twice, because one key serves many queries, so that what turns over comes in bunches. One pair more
+        is counted than all draws of the prediction saw: that none turned over in so few says little of the next."""
+        if not any(self._predicted.sites.values()):  # no rounding reaches this layer
+            return 0
+        missed = self._predicted.missed.get(site, 0.0) + 2 / DRAWS
         return math.ceil(2 * missed + ALLOWANCE * math.sqrt(2 * missed))
 
     def _ties(self, number: int, carry: Carry, site: str, choice: Choice) -> tuple[int, ...]:

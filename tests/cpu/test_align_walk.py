@@ -13,6 +13,8 @@ from random_models import CHANNELS, MIXERS, RESIDUALS, VOCAB, loader, model, ran
 
 from dayzero.acceptance.findings import first_diverging
 from dayzero.acceptance.ladder import hint
+from dayzero.acceptance.rounding import Predicted
+from dayzero.acceptance.walk import Walk
 from dayzero.arch.rope import Rope
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.local_cache import LocalCache
@@ -143,3 +145,12 @@ def test_an_oracle_without_a_site_is_told(tmp_path: Path) -> None:
     del trace._table["layers.0.experts"], trace._table["layers.1.mixer"]
     found = walk(spec, params, trace)
     assert found.unseen == ["layers.0.experts", "layers.1.mixer"] and first_diverging(found) is None
+
+
+def test_how_many_ids_rounding_of_records_may_turn_over() -> None:
+    walk = object.__new__(Walk)  # what it predicted of one layer, and nothing else
+    walk._predicted = Predicted({"layers.0.mixer": 0.0}, {"layers.0.index": 0.0})
+    assert walk._may_differ("layers.0.index") == 0, "where no rounding reaches, there is none to blame"
+    walk._predicted = Predicted({"layers.0.mixer": 1e-2}, {"layers.0.index": 0.0, "layers.0.experts": 12.0})
+    assert walk._may_differ("layers.0.index") == 5, "two pairs: none in three draws is no proof that there is none"
+    assert walk._may_differ("layers.0.experts") == 41, "twice 12 2/3, and three deviations of that"
