@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from dayzero.engine.config import EngineConfig
 from dayzero.engine.launch import LaunchSpec
 from dayzero.engine.profiling import ceilings, measure
 from dayzero.engine.profiling.hooks import Hooks
-from dayzero.engine.profiling.measure import Bench, Measured, Phase
+from dayzero.engine.profiling.measure import WARM_STEPS, Bench, Measured, Phase
 from dayzero.engine.profiling.work import Call, Counter, Work
 from dayzero.engine.step_driver import StepDriver
 from dayzero.errors import MachineError, UsageError
@@ -78,6 +79,8 @@ def test_operators_account_for_the_step(phase: Phase, monkeypatch: pytest.Monkey
     assert measured.tokens == (phase.rows if phase.decode else phase.tokens)
     assert measured.step_seconds > 0 and measured.device_seconds <= measured.step_seconds
     assert measured.launches is None and measured.replays == 0 and measured.evenness is None
+    if phase.decode:  # the prompt's last token is computed, the steps before have added theirs
+        assert phase.tokens <= measured.context <= phase.tokens + 2 * phase.rows + WARM_STEPS + measured.num_steps
 
 
 @pytest.mark.parametrize("name", ["qwen3_8b", "kimi_linear_48b_a3b", "deepseek_v32", "gpt_oss_20b", "kimi_k3_1"])
@@ -236,6 +239,10 @@ def test_rows_are_summed_over_layers_and_ranked_by_what_is_above_the_floor(tmp_p
     show(report, Console())
     out = capsys.readouterr().out
     assert out.index("linear.matmul") < out.index("norm.rms") and "accounted for: 58%" in out
+    assert phase.longer_context is None and "rows hold" not in out
+    report.phases = [replace(phase, measured=replace(phase.measured, context=11.0))]
+    show(report, Console())
+    assert "rows hold 11 tokens" in capsys.readouterr().out, "eight were asked for"
     plot.draw(report, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 

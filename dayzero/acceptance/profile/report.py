@@ -21,6 +21,7 @@ from dayzero.planner.next_bindings import Untried, untried
 
 SCHEMA = 1
 LEAST_ACCOUNTED = 0.9
+LONGER = 1.05  # times the context asked for: some steps go by until all rows decode, and while they are measured
 _REST = {  # where the time is that no operator took
     "kernels": "the rest is in kernels and copies that no operator launched: glue of blocks, inputs, the sampler",
     "marks": "the rest lies between operators: the host, copies, glue of blocks; see its share",
@@ -100,11 +101,17 @@ class PhaseReport:
         busy = self.measured.busy_seconds
         return None if busy is None else max(0.0, 1 - busy / self.measured.step_seconds)
 
+    @property
+    def longer_context(self) -> float | None:
+        """Tokens behind each row of a decode step, the mean, where that is not what was asked for."""
+        m = self.measured
+        return m.context if m.phase.decode and m.context > LONGER * m.phase.tokens else None
+
     def to_json(self) -> dict[str, Any]:
         m = self.measured
         return {
             "phase": m.phase.name, "decode": m.phase.decode, "requests": m.phase.rows, "tokens": m.phase.tokens,
-            "tokens_a_step": m.tokens, "steps": m.num_steps, "step_seconds": m.step_seconds,
+            "context": m.context, "tokens_a_step": m.tokens, "steps": m.num_steps, "step_seconds": m.step_seconds,
             "tokens_per_second": m.tokens / m.step_seconds, "device_seconds": m.device_seconds,
             "looked_at_seconds": m.looked_at_seconds, "timed_by": m.timed, "busy_seconds": m.busy_seconds,
             "idle_share": self.idle_share,

@@ -45,6 +45,11 @@ def show_phase(phase: PhaseReport, console: Console) -> None:
     if m.evenness is not None:
         parts.append(f"expert choice: {m.evenness.text()}")
     console.line("; ".join(parts))
+    if phase.longer_context is not None:
+        console.line(
+            f"rows hold {phase.longer_context:,.0f} tokens: those whose prompts came first decoded on meanwhile; a "
+            "larger --max-step-tokens keeps them together"
+        )
     if m.busy_seconds is not None and phase.idle_share is not None:
         idle = m.step_seconds - m.busy_seconds
         console.line(

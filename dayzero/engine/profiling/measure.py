@@ -60,7 +60,8 @@ class Measured:
     ``timed`` says. times: (seconds, calls) of each operator in that step. works: of each operator's calls in one step.
     launches: kernels and copies of an eager step, None where nobody counts them; replays: recorded pieces of a step as
     served, 0 where it was not recorded. evenness: of the choice of experts. busy_seconds: of a step as served, in which
-    any kernel ran; None where nobody recorded them."""
+    any kernel ran; None where nobody recorded them. context: tokens behind each row of the steps, the mean: more than
+    the phase asks for where rows decoded on while the prompts of others were computed."""
 
     phase: Phase
     tokens: int
@@ -75,6 +76,7 @@ class Measured:
     evenness: Evenness | None
     timed: Timed = "clock"
     busy_seconds: float | None = None
+    context: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,7 @@ class Bench:
             evenness=evenness,
             timed=found.timed,
             busy_seconds=busy,
+            context=statistics.fmean(row.start for steps in taken for done in steps for row in done.step.rows),
         )
 
     def _look(self, one: Callable[[], Steps]) -> _LookedAt:
