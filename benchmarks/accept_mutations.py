@@ -5,7 +5,8 @@
 Each is planted alone; the stages that it can touch are run, on traces recorded with the sound product; caught means
 that a finding fails, right that ``doctor`` names the layer that is at fault. --only: mutations whose name, kind, base
 or stage is one of WORDS, by commas. --out: append the dated section to this file, such as docs/log.md. Exit 1 when
-fewer than 95 % are caught or fewer than 85 % by the right layer.
+fewer than 95 % are caught or fewer than 85 % by the right layer, when a base fails without any mutation, and when no
+mutation was tried.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from dayzero.checkpoint.files import write_whole  # noqa: E402
 from dayzero.console import Console, clean  # noqa: E402
 from tests.cpu.mutations.catalogue import all_mutations  # noqa: E402
 from tests.cpu.mutations.checks import tried, untried  # noqa: E402
@@ -162,11 +164,10 @@ def main() -> int:
     outcomes, stand = run(console, chosen)
     console.table("mutations", COLUMNS, rows(outcomes))
     if given.out is not None:
-        before = given.out.read_text() if given.out.exists() else "# Log\n"
-        fresh = given.out.with_name(given.out.name + ".new")
-        fresh.write_text(before.rstrip("\n") + "\n\n" + section(outcomes, stand, time.monotonic() - began))
-        os.replace(fresh, given.out)
-    good = sum(o.caught for o in outcomes) >= LEAST_CAUGHT * len(outcomes)
+        before = given.out.read_text(encoding="utf-8") if given.out.exists() else "# Log\n"
+        text = before.rstrip("\n") + "\n\n" + section(outcomes, stand, time.monotonic() - began)
+        write_whole(given.out, text.encode())
+    good = bool(outcomes) and not stand.red and sum(o.caught for o in outcomes) >= LEAST_CAUGHT * len(outcomes)
     return 0 if good and sum(o.right for o in outcomes) >= LEAST_RIGHT * len(outcomes) else 1
 
 

@@ -84,12 +84,13 @@ def theirs(config: dict[str, Any], prompts: list[list[int]], device: str) -> dic
     return {"dynamic": way(), "static": way(cache_implementation="static")}
 
 
-def ours(source: str, prompts: list[list[int]], device: str) -> Run:
+def ours(source: str, prompts: list[list[int]], tokens: int, device: str) -> Run:
+    """tokens: the most that a run asks for."""
     from dayzero import LLM, SamplingParams
 
     llm = LLM(
         f"seeded:{source}", device=device, dtype="bfloat16", max_running=len(prompts), prefix_cache=False,
-        max_step_tokens=8192, max_model_len=len(prompts[0]) + 1024, pool_bytes=POOL_BYTES,
+        max_step_tokens=8192, max_model_len=len(prompts[0]) + tokens, pool_bytes=POOL_BYTES,
     )  # fmt: skip
     for key in ("graphs", "device"):
         print(f"dayzero: {key}: {dict(llm.info.table).get(key)}", flush=True)
@@ -101,12 +102,20 @@ def ours(source: str, prompts: list[list[int]], device: str) -> Run:
     return run
 
 
+def answer_tokens(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no number of at least 2: decode is a run of so many less one of a single token"
+        )
+    return int(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=answer_tokens, default=128)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--ways", default="dynamic,static")
     given = parser.parse_args()
@@ -114,7 +123,7 @@ def main() -> int:
     draw = random.Random(5)
     vocab = config["vocab_size"]
     prompts = [[draw.randrange(vocab) for _ in range(given.prompt)] for _ in range(given.batch)]
-    mine = rates(ours(str(given.config), prompts, given.device), given.batch, given.tokens)
+    mine = rates(ours(str(given.config), prompts, given.tokens, given.device), given.batch, given.tokens)
     print(f"dayzero: {mine.decode:,.0f} tok/s decode, {mine.whole:,.0f} with prompts", flush=True)
     gc.collect()
     torch.cuda.empty_cache()

@@ -38,7 +38,6 @@ from dayzero.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "paper" / "configs"
 CONTEXT, BATCHES, PROMPTS = 1024, (1, 16, 64, 256), (8192, 32768)
-ANSWERS = 128  # tokens beyond CONTEXT or a prompt that a sequence may grow by while it is measured
 DECODE_SHARE, PREFILL_SHARE = 0.90, 0.85  # of the floor, of the bf16 rate: a peer below is to be passed
 SPREAD = 0.03  # of a peer's figure, which came without one
 GIB = 1 << 30
@@ -174,9 +173,10 @@ def by_kind(spec: ModelSpec, measured: Measured, ceilings: Mapping[str, float]) 
 def launch_of(model: Model, phases: list[Phase]) -> LaunchSpec:
     """The engine as a server of this load would be started; nothing is reused between prompts."""
     rows = max([phase.rows for phase in phases if phase.decode], default=1)
-    longest = max(phase.tokens for phase in phases)
+    step_tokens = max(model.step_tokens, rows)
+    longest = max(phase.tokens + phase.answer_tokens(step_tokens) for phase in phases)
     config = EngineConfig(
-        max_running=rows, max_step_tokens=max(model.step_tokens, rows), max_model_len=longest + ANSWERS + 2 * rows,
+        max_running=rows, max_step_tokens=step_tokens, max_model_len=longest,
         pool_bytes=model.pool * GIB, prefix_cache=False, dtype="bfloat16", expert_inputs=model.expert_inputs,
     )  # fmt: skip
     return LaunchSpec(source=f"seeded:{CONFIGS / model.config}", config=config, device="auto")
@@ -239,20 +239,37 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip() != "0")
 
 
+def models_of(text: str) -> list[Model]:
+    names = [name.strip() for name in text.split(",")]
+    unknown = next((name for name in names if name not in MODELS), None)
+    if unknown is not None:
+        raise argparse.ArgumentTypeError(f"there is no model {unknown!r}; known are {', '.join(MODELS)}")
+    return [MODELS[name] for name in names]
+
+
+def changes_of(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split("&")]
+    wrong = next(("".join(pair) for pair in pairs if not all(pair)), None)
+    if wrong is not None:
+        raise argparse.ArgumentTypeError(f"{wrong!r} is no change; write KEY=VALUE, several with & between them")
+    return {key: value for key, _, value in pairs}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--only", type=models_of, default=list(MODELS.values()), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--out", type=Path, default=Path("models"))
     parser.add_argument("--batch", type=numbers, help="decode at these batch sizes; 0: at none")
     parser.add_argument("--prefill", type=numbers, help="prompts of so many tokens; 0: none")
     parser.add_argument("--context", type=int, default=CONTEXT)
-    parser.add_argument("--set", default="", metavar="KEY=VALUE&…", help="a further cut, as layers=4; no goals then")
+    parser.add_argument(
+        "--set", type=changes_of, metavar="KEY=VALUE&…", help="a further cut, as layers=4; no goals then"
+    )
     parser.add_argument("--pool", type=int, help="GiB of cache")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     good = True
-    for name in given.only.split(","):
-        model = MODELS[name]
+    for model in given.only:
         if given.set:
             model = cut(model, given.set)
         if given.pool:
@@ -266,12 +283,11 @@ def main() -> int:
     return 0 if good else 1
 
 
-def cut(model: Model, changes: str) -> Model:
+def cut(model: Model, changes: Mapping[str, str]) -> Model:
     """With further keys of the config, which take the place of those that it has; no peer ran that."""
     place, _, query = model.config.partition("?")
     asked = dict(part.split("=", 1) for part in query.split("&") if part)
-    asked |= dict(part.split("=", 1) for part in changes.split("&"))
-    query = "&".join(f"{key}={value}" for key, value in asked.items())
+    query = "&".join(f"{key}={value}" for key, value in (asked | dict(changes)).items())
     return replace(model, config=f"{place}?{query}", decode={}, prefill={}, goal=None)
 
 

@@ -241,9 +241,18 @@ class OpUse:
     """One use of an operator contract by a spec: which contract, with which traits, at which site.
 
     contract: name in ops/catalog, e.g. ``attention.paged``. traits: options that a variant must support, as sorted
-    (key, value) pairs, e.g. (("sinks", True), ("window", 128)).
+    (key, value) pairs, e.g. (("sinks", True), ("window", 128)). parts: of a composed contract (``ops/contract``), the
+    places of the uses that it runs in turn: a variant of it stands for them. beside: those of them that run by
+    themselves as well, whatever it is bound to.
     """
 
     contract: str
     site: str
     traits: tuple[tuple[str, object], ...] = ()
+    parts: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """``contract@site``, as bindings name it."""
+        return f"{self.contract}@{self.site}"

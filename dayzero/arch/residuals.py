@@ -38,14 +38,18 @@ class Plain:
     def close_params(self) -> list[ParamDecl]:
         return []
 
-    def close_contracts(self, final_norm: Norm) -> list[OpUse]:
-        return final_norm.fused_use("residual.add_norm", "final_add_norm")
+    def close_contracts(self, final_norm: Norm, last: str) -> list[OpUse]:
+        return final_norm.fused_use("residual.add_norm", "final_add_norm", "final_norm", f"residual.add@{last}.add")
 
     def contracts(self, p: str) -> list[OpUse]:
         sites = ("mixer_norm", "channel_norm") + (("mixer_out_norm", "channel_out_norm") if self.sandwich else ())
         uses = [self.norm.use(f"{p}.{s}") for s in sites] + [OpUse("residual.add", f"{p}.add")]
-        for s in ("mixer", "channel"):
-            uses += self.norm.fused_use("residual.add_norm", f"{p}.{s}_add_norm")
+        before = _before(p)  # whose channel's output the mixer's norm is behind; the first layer's is behind nothing
+        for s, adds in (("mixer", before), ("channel", p)):
+            added = f"residual.add@{adds}.add" if adds else ""
+            uses += self.norm.fused_use(
+                "residual.add_norm", f"{p}.{s}_add_norm", f"{p}.{s}_norm", added, beside=not adds
+            )
         return uses
 
     def carry(self) -> tuple[CarryPart, ...]:
@@ -79,18 +83,26 @@ class AttnRes:
     def close_params(self) -> list[ParamDecl]:
         return [*self.norm.params("close_mix_norm"), ParamDecl("close_mix_proj", (1, self.norm.dim), "router")]
 
-    def close_contracts(self, final_norm: Norm) -> list[OpUse]:
+    def close_contracts(self, final_norm: Norm, last: str) -> list[OpUse]:
         return [OpUse("residual.attn_mix", "close_mix")]
 
     def contracts(self, p: str) -> list[OpUse]:
         uses = [self.norm.use(f"{p}.{s}") for s in ("mixer_norm", "channel_norm")]
         uses += [OpUse("residual.attn_mix", f"{p}.{s}") for s in ("mixer_mix", "channel_mix")]
         for s in ("mixer", "channel"):
-            uses += self.norm.fused_use("residual.attn_mix_norm", f"{p}.{s}_mix_then_norm")
+            uses += self.norm.fused_use(
+                "residual.attn_mix_norm", f"{p}.{s}_mix_then_norm", f"{p}.{s}_norm", f"residual.attn_mix@{p}.{s}_mix"
+            )
         return [*uses, OpUse("residual.add", f"{p}.add")]
 
     def carry(self) -> tuple[CarryPart, ...]:
         return (CarryPart("partial", (self.norm.dim,)), CarryPart("bank", (self.bank, self.norm.dim)))
+
+
+def _before(p: str) -> str:
+    """``layers.2`` of ``layers.3``; empty for the first layer."""
+    stack, _, number = p.rpartition(".")
+    return f"{stack}.{int(number) - 1}" if int(number) else ""
 
 
 Residual = Plain | AttnRes

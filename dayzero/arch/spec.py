@@ -112,7 +112,8 @@ class ModelSpec:
 
     def contracts(self) -> list[OpUse]:
         uses = [use for i, layer in enumerate(self.layers) for use in layer.contracts(f"layers.{i}")]
-        uses = [OpUse("embed.lookup", "embed"), *uses, *self.layers[-1].residual.close_contracts(self.final_norm)]
+        closing = self.layers[-1].residual.close_contracts(self.final_norm, f"layers.{len(self.layers) - 1}")
+        uses = [OpUse("embed.lookup", "embed"), *uses, *closing]
         uses += [self.final_norm.use("final_norm"), OpUse("linear.matmul_f32", "head")]
         return uses + (self.vision.contracts() if self.vision else [])
 

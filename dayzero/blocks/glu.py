@@ -18,16 +18,20 @@ class GLUBlock:
 
     def __init__(self, spec: GLU, params: Params, site: Site, *, adds: bool = False) -> None:
         self.act, self.act_args = site.op("activation.glu", "act"), activation_args(spec.act)
-        self.gated, self.down = self._at_once(params, site) or self._in_turn(params, site), site.linear(params, "down")
+        self.gated = self._at_once(params, site) or self._in_turn(params, site)
         op = site.op(matmul_add.name, "down") if adds else matmul_add.body
+        self.down: Unary | None = None
         self.down_onto: Callable[[Tensor, Tensor], Tensor] | None = None
-        if op is not matmul_add.body:  # which is the two in turn
+        if op is matmul_add.body:  # which is the two in turn
+            self.down = site.linear(params, "down")
+        else:  # the weight is laid out once
             weight = site.laid_out(matmul_add.name, "down", params["down"])
             self.down_onto = lambda x_TI, out_TD: op(x_TI, weight, out_TD)
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
-        """x [T, dim] -> [T, dim]."""
+        """x [T, dim] -> [T, dim]. Not where its product is bound to be added: that has the weight, for ``onto``."""
         del view
+        assert self.down is not None, "its last product adds"
         return self.down(self.gated(x_TD))
 
     def onto(self, out_TD: Tensor, x_TD: Tensor, view: StepView) -> Tensor:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write beside ``path``, then rename: whoever reads it sees the old content or the new. Errors: OSError."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with open(partial, "xb") as file:  # who may read it is left to the umask
             file.write(data)
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        finally:  # an interrupt too must leave no second file
-            Path(file.name).unlink(missing_ok=True)
+        os.replace(partial, path)
+    finally:  # an interrupt too must leave no second file
+        partial.unlink(missing_ok=True)

@@ -75,6 +75,7 @@ class _Talk:
         self._llm, self._arguments, self._console = llm, arguments, console
         self._messages: list[Message] = []
         self._typed = arguments.prompt is None and not console.json_mode
+        self._reasons = False  # what was shown last is reasoning
         self.turns: list[dict[str, object]] = []
         self._begin()
 
@@ -106,7 +107,7 @@ class _Talk:
 
     def _ask(self, text: str) -> bool:
         """Whether the question and its answer are a turn; one that was cut short is none."""
-        began, out = time.perf_counter(), None
+        began, out, self._reasons = time.perf_counter(), None, False
         kwargs: dict[str, Any] = {"enable_thinking": False, "thinking": False} if self._arguments.no_thinking else {}
         try:
             for piece in self._llm.stream_chat(self._messages, self._params(), **kwargs):
@@ -125,8 +126,10 @@ class _Talk:
         if isinstance(piece, ChatOutput):
             return piece
         if isinstance(piece, Content):
-            self._console.stream(piece.text)
+            self._console.stream("\n" * self._reasons + piece.text)
+            self._reasons = False
         elif isinstance(piece, Reasoning):
+            self._reasons = True
             self._console.stream(piece.text, dim=True)
         elif isinstance(piece, ToolProblem):
             self._console.line(f"(a tool call that is none: {piece.sentence})")
@@ -139,8 +142,9 @@ class _Talk:
         output.raise_error()
         self._messages.append(Message.of("assistant", answer.content, reasoning=answer.reasoning or None))
         count = len(output.token_ids)
+        self._console.stream("\n")
         self._console.line(
-            f"\n[{count} tokens in {seconds:.1f} s, {output.finish_reason}, {output.cached_tokens} cached]"
+            f"[{count} tokens in {seconds:.1f} s, {output.finish_reason}, {output.cached_tokens} cached]"
         )
         self.turns.append(
             {"user": text, "content": answer.content, "reasoning": answer.reasoning, "tokens": count,

@@ -36,7 +36,9 @@ class DemoOptions:
     where: Annotated[bool, typer.Option("--where", help="Print the small model's folder and stop.")] = False
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="The one in the package, or one that is fetched; a wrong name lists them."),
+        typer.Option(
+            metavar="NAME", help="rehearsal, in the package; another, fetched once (93 MB): a wrong name lists it."
+        ),
     ] = "rehearsal"
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Ask this at the end, in place of what the demo asks.")
@@ -116,7 +118,8 @@ def _answers(folder: str, questions: list[Question], tokens: int, console: Conso
         llm = LLM(folder, progress=lambda done, total: bar.reach(done, total), pool_bytes=POOL_BYTES, max_running=1)
     with llm:
         for number, question in enumerate(questions, 4):
-            console.line(f"{chr(10) * (number > 4)}\n{number}. answer: {question.title}", "bold")
+            console.stream("\n" * (number > 4))  # behind the last answer, which is shown even when quiet
+            console.line(f"\n{number}. answer: {question.title}", "bold")
             shown = [{"image": question.picture}] if question.picture is not None else []
             said = []
             for piece in llm.stream_chat([{"role": "user", "content": [*shown, question.text]}], params):

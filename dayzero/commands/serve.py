@@ -39,6 +39,7 @@ class ServeArguments(EngineArguments):
         typer.Option(
             "--api-key-fd",
             min=3,
+            max=2**31 - 1,
             metavar="N",
             help="Read keys from this open file descriptor, one a line.",
         ),

@@ -22,7 +22,7 @@ from dayzero.engine.config import EngineConfig
 from dayzero.engine.fixed import Inputs, Outputs, hidden_spans
 from dayzero.engine.graphs import Again, Captured, Memory, Replay, capturing, most_bytes
 from dayzero.engine.step import Step
-from dayzero.errors import MachineError
+from dayzero.errors import MachineError, UserError
 from dayzero.ops.records import codec_of
 from dayzero.units import bytes_text, counted
 from dayzero.view import OnHost, Span
@@ -93,6 +93,8 @@ class Recorded:
                 f"The device has no room for a step of {counted(size, 'row')} beside weights and pool: give "
                 "--pool-bytes less, or a smaller --max-running."
             ) from error
+        except UserError:  # it says itself what to do
+            raise
         except (RuntimeError, ValueError) as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise MachineError(

@@ -111,7 +111,8 @@ class LocalRunner:
         self._record(loaded)
         if self.overlaps:
             self._warm_up()
-        loaded.model.loader.rest()
+        if loaded.experts.residency is None:  # else experts are read through the same memory later on
+            loaded.model.loader.rest()
 
     def _warm_up(self) -> None:
         loaded = self._ready
@@ -137,7 +138,6 @@ class LocalRunner:
                 self._recorded.record(self._progress.recording)
             else:
                 self._recorded.record()
-            loaded.experts.take_counts()  # of padding
             row = self._recorded.row(loaded.graph_bytes)
         info = msgspec.structs.replace(loaded.info, table=[*loaded.info.table, ("graphs", row)])
         self._loaded = replace(loaded, info=info)
@@ -166,17 +166,19 @@ class LocalRunner:
     def submit(self, step: Step) -> int:
         assert not self._queue or self._queue[-1].late is not None, "the step before is not sampled yet"
         flight = _Flight(step, time.perf_counter())
-        self._queue.append(flight)
         if self._at_once:
             flight.computed = self._compute(step)
+        self._queue.append(flight)
         return step.number
 
     def sample(self, handle: int, late: Late) -> None:
-        flight = next(one for one in self._queue if one.step.number == handle)
-        assert flight.late is None, f"step {handle} is sampled twice"
+        flight = self._queue[-1]
+        assert flight.step.number == handle and flight.late is None, f"step {handle} is sampled twice"
+        self._queue.pop()  # until it is sampled: a step for which that fails is forgotten
         flight.late = late
         if self._at_once:
             self._sample(flight, late)
+        self._queue.append(flight)
 
     def result(self, handle: int) -> StepResult:
         flight = self._queue.popleft()

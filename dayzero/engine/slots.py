@@ -42,9 +42,9 @@ class Slots:
         arrays = packed.arrays(host)
         for name, array in more.items():
             arrays[name][...] = array
-        for name in self.views.groups:
-            arrays[f"{name}.table"][...] = 0
         fill(self.views, arrays, step)
+        for name, rows_of in step.groups.items():  # nobody may read what lay behind a row's pages
+            arrays[f"{name}.table"][:, _width(rows_of) :] = 0
         ids = arrays["ids"]
         ids[...] = 0
         for row, span in zip(rows, spans, strict=True):
@@ -65,7 +65,7 @@ class Slots:
     def _parts(self, step: Step, num_late: int) -> list[Part]:
         tokens, rows = step.num_tokens, len(step.rows)
         whole = 1 if self.newest.device.type == "cpu" else WIDTHS
-        widths = {name: round_up(max(1, *map(len, placed.tables)), whole) for name, placed in step.groups.items()}
+        widths = {name: round_up(_width(placed), whole) for name, placed in step.groups.items()}
         return [
             Part("ids", "i8", (tokens,)), Part("positions", "i8", (tokens,)), Part("query_start", "i4", (rows + 1,)),
             Part("late", "i8", (num_late,)), Part("late_slots", "i8", (num_late,)),
@@ -114,10 +114,15 @@ def fill(views: PoolViews, arrays: Arrays, step: Step) -> None:
             arrays[f"{name}.offsets"][:num_tokens] = offsets
 
 
+def _width(placed: GroupRows) -> int:
+    """Pages of the longest row, at least one."""
+    return max((1, *map(len, placed.tables)))
+
+
 def _table(views: PoolViews, group: Group, placed: GroupRows) -> np.ndarray:
     """[R, P] int32 device numbers of the rows' blocks; block 0 behind a row's pages."""
     lengths = np.fromiter(map(len, placed.tables), np.int64, len(placed.tables))
-    width = max(1, int(lengths.max(initial=0)))
+    width = _width(placed)
     ids = np.zeros((len(placed.tables), width), np.int64)
     ids[np.arange(width) < lengths[:, None]] = np.fromiter(
         chain.from_iterable(placed.tables), np.int64, int(lengths.sum())

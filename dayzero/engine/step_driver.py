@@ -64,19 +64,19 @@ class StepDriver:
     def turn(self) -> Taken | None:
         """One whole step, begun and ended; None when nothing is left."""
         assert self._ahead is None, "a step is in flight"
-        begun = self._ahead = self._begin()
+        begun = self._begin()
         if begun is None:
             return None
-        self._executor.sample(begun.number, Late(self.masks))
+        self._sample(begun)
         return self.land()
 
     def turn_ahead(self) -> Taken | None:
         """As an engine that runs ahead: the next step is begun before the result of the one in flight is waited for,
         which is given back. None at first, and when nothing is left."""
-        before, self._ahead = self._ahead, self._begin()
-        taken = None if before is None else self._end(before)
-        if self._ahead is not None:
-            self._executor.sample(self._ahead.number, Late(self.masks))
+        begun = self._begin()
+        taken = self.land()
+        if begun is not None:
+            self._sample(begun)
         return taken
 
     def land(self) -> Taken | None:
@@ -93,6 +93,11 @@ class StepDriver:
         if step is not None:
             self._executor.submit(step)
         return step
+
+    def _sample(self, step: Step) -> None:
+        """From here on ``step`` is in flight: one whose sampling fails has no result."""
+        self._executor.sample(step.number, Late(self.masks))
+        self._ahead = step
 
     def _end(self, step: Step) -> Taken:
         result = self._executor.result(step.number)

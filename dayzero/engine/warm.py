@@ -3,6 +3,7 @@ waits for its answer, and so that a step of the largest size is known to fit.
 
 Kernels are compiled for a kind of shape: a number of tokens or rows that is 1, a multiple of 16 or neither, and tables
 of tiles that go by powers of two. So steps of such sizes are computed, and each way of choosing a token is gone once.
+One step has all the tokens that a step may have, of as many prompts as that takes.
 Their requests have a scheduler of their own: what serves later neither counts nor finds anything of them.
 """
 
@@ -69,6 +70,9 @@ def _rounds(config: EngineConfig, longest: int, sparingly: bool) -> Iterator[Ask
     for tokens in FEW_LENGTHS if sparingly else lengths(longest):
         if tokens <= longest:
             yield [(tokens, GREEDY)]
+    together = min(config.max_running, ceil_div(config.max_step_tokens, longest))
+    if together > 1 and not sparingly:  # those that the pool has no room for wait, as they will when served
+        yield [(longest, GREEDY)] * together
     few = min(longest, ROW_TOKENS)
     rows = 2 if sparingly else min(config.max_running, config.max_step_tokens // few)
     for number in lengths(rows):

@@ -5,6 +5,9 @@ T tokens, I intermediate width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,6 +20,12 @@ _CONSTANTS: dict[str, set[str]] = {
     "situ": {"beta", "linear_beta"},
 }  # fmt: skip
 KINDS = tuple(_CONSTANTS)
+NUMBERS = ("limit", "alpha", "beta", "linear_beta")  # constants of a kind, in the order that kernels take them
+
+
+def activation_of(activation: Mapping[str, Any]) -> tuple[int, list[float]]:
+    """(number of its kind, its constants as kernels take them) of keyword arguments of ``activation.glu``."""
+    return KINDS.index(activation.get("kind", "silu")), [float(activation.get(word, 0.0)) for word in NUMBERS]
 
 
 @contract("activation.gelu", bound=ELEMENTWISE, traits={"form": ("erf", "tanh")})

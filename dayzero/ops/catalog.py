@@ -13,7 +13,7 @@ from dayzero.errors import UsageError
 from dayzero.ops.capture import eager_reason
 from dayzero.ops.catalog_cuda import DELTA_PAGED
 from dayzero.ops.catalog_cuda import LINES as CUDA_LINES
-from dayzero.ops.line import INDEX_RECORDS, KV_RECORDS, LATENT_RECORDS, REFERENCE, Line, Traits
+from dayzero.ops.line import INDEX_RECORDS, KV_RECORDS, LATENT_RECORDS, REFERENCE, SIZES, Line, Traits
 
 __all__ = ["CATALOG", "REFERENCE", "Catalog", "Line", "Traits", "builtin", "lacking", "lookup", "supports"]
 
@@ -78,6 +78,8 @@ def lacking(line: Line, traits: Mapping[str, object]) -> list[str]:
     missing = []
     for option, value in sorted(traits.items()):
         allowed = line.traits.get(option)
+        if allowed is None and option in SIZES:
+            continue
         if allowed is None:
             missing.append(f"{line.contract} ({line.variant}) has no option {option!r} (wanted {value!r})")
         elif not _matches(value, allowed):

@@ -1,8 +1,9 @@
 """One line of the catalog: a variant of an operator contract. No torch.
 
 ``traits`` of a line: option -> values it supports. Among the values "int" and "float" stand for any such number; all
-others are meant literally. An option that a line does not name is one it does not have. Options are named as the
-specs in ``arch`` name what they are, which need not be an argument: ``index`` is True where an index list is passed.
+others are meant literally. An option that a line does not name is one it does not have; of ``SIZES``, which it names
+to limit them, it has any. Options are named as the specs in ``arch`` name what they are, which need not be an argument:
+``index`` is True where an index list is passed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 Traits = Mapping[str, tuple[object, ...]]
 REFERENCE = "reference"
+SIZES = frozenset({"latent_width"})  # of what another option says a line has: here ``latent``
 
 # Values of the option ``record``: rows kept as e4m3 codes with scales. Every variant has plain rows: no option.
 LATENT_RECORDS = ("mla_fp8_656", "mla_fp8_tiled")

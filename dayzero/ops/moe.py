@@ -81,17 +81,26 @@ def summed_by_expert(x_TD: Tensor, ids_TN: Tensor, weights_TN: Tensor, one: Call
     """sum over a token's experts of weight * one(x of the rows that chose it [R, D], expert) -> [T, D] in x's dtype.
 
     Experts are asked in ascending id, each that some token chose once; the sum runs in f32 in that order. An id of -1
-    is no expert.
+    is no expert. The host waits for a device once, for the ids.
     """
     sum_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
-    for expert in ids_TN.unique().tolist():
-        if expert < 0:
-            continue
-        chosen_TN = ids_TN == expert
-        rows = chosen_TN.any(-1).nonzero()[:, 0]
-        weight_R1 = torch.where(chosen_TN, weights_TN.float(), 0.0).sum(-1, keepdim=True)[rows]
+    rows_of = _rows_by_expert(ids_TN.cpu())
+    if not rows_of:
+        return sum_TD.to(x_TD.dtype)
+    together = torch.cat(list(rows_of.values())).to(x_TD.device, non_blocking=True)
+    for expert, rows in zip(rows_of, together.split(list(map(len, rows_of.values()))), strict=True):
+        weight_R1 = torch.where(ids_TN == expert, weights_TN.float(), 0.0).sum(-1, keepdim=True)[rows]
         sum_TD[rows] += weight_R1 * one(x_TD[rows], expert).float()
     return sum_TD.to(x_TD.dtype)
+
+
+def _rows_by_expert(ids_TN: Tensor) -> dict[int, Tensor]:
+    """Rows [R] int64 that chose an expert, ascending, by its id, ascending. ids: on the host."""
+    ids, places = ids_TN.flatten().sort(stable=True)
+    experts, counts = ids.unique_consecutive(return_counts=True)
+    rows = (places // max(1, ids_TN.shape[1])).split(counts.tolist())
+    # One that a row chose twice stands there once.
+    return {e: some.unique_consecutive() for e, some in zip(experts.tolist(), rows, strict=True) if e >= 0}
 
 
 @contract("moe.experts", bound=EXPERTS, traits={"act": KINDS, "bias": (False, True), "activation": ("bf16",)})

@@ -18,8 +18,9 @@ def decide(
 ) -> dict[str, str]:
     """``contract@site`` -> variant for every use that does not run its reference: what is asked for, else the choice.
 
-    asked: bindings, in which ``*=reference`` means that nothing is chosen. UsageError for one that meets no use, or
-    whose variant does not fit.
+    asked: bindings, in which ``*=reference`` means that nothing is chosen. A composed operator that was not asked for
+    gives way to its parts where one of them was. UsageError for a binding that meets no use, or whose variant does not
+    fit, and for one of a composed operator beside one of its parts.
     """
     uses, named = tuple(uses), {place: variant for place, variant in asked.items() if place != EVERYWHERE}
     everywhere = asked.get(EVERYWHERE)
@@ -31,12 +32,21 @@ def decide(
     made = {} if everywhere == REFERENCE else choose(uses, hardware, dtype, catalog)
     # What is asked for holds against what would be chosen, a reference too: ``moved`` names only other variants.
     left = {place: variant for place, variant in made.items() if not _asked(place, named)}
+    for use in uses:
+        by = next(filter(None, (_asked(part, named) for part in use.parts)), "")
+        if by and use.place in moved:
+            raise UsageError(
+                f"bindings {_asked(use.place, named)!r} and {by!r} are of the same work: at {use.site} {use.contract} "
+                f"does what {by.partition('@')[0]} would; leave one of them out."
+            )
+        if by:
+            left.pop(use.place, None)
     return left | moved
 
 
-def _asked(place: str, asked: Mapping[str, str]) -> bool:
-    """Whether ``contract@site`` is named by what was asked for, by itself or with its contract."""
-    return place in asked or place.partition("@")[0] in asked
+def _asked(place: str, asked: Mapping[str, str]) -> str:
+    """The binding that names ``contract@site``, by itself or with its contract; empty when none does."""
+    return next((key for key in (place, place.partition("@")[0]) if key in asked), "")
 
 
 def choose(uses: Iterable[OpUse], hardware: Hardware, dtype: str, catalog: Catalog = CATALOG) -> dict[str, str]:

@@ -84,7 +84,7 @@ def shape_findings(quant: QuantTable, expansion: Expansion) -> list[Finding]:
     claim = f"{len(odd)} tensor(s) have a shape that the format which the config claims cannot hold"
     return [
         Finding(
-            "quantization.shape", "weights", "fail", claim, measured=len(odd), bound=0,
+            "quantization.shape", "config", "fail", claim, measured=len(odd), bound=0,
             evidence=tuple(odd[:MAX_EVIDENCE]), remedy="check the sizes and the group size in config.json",
         )
     ]  # fmt: skip

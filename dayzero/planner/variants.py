@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
@@ -24,10 +25,26 @@ def variant_of(use: OpUse, bindings: Mapping[str, str]) -> str:
     return variant_at(use.contract, use.site, bindings)
 
 
-def by_contract(bindings: Mapping[str, str], uses: Iterable[OpUse]) -> dict[str, dict[str, list[str]]]:
-    """contract -> variant -> the sites that run it; contracts in the order of their names."""
-    found: dict[str, dict[str, list[str]]] = {}
+def called(bindings: Mapping[str, str], uses: Iterable[OpUse]) -> list[OpUse]:
+    """Uses whose operator is called: no composed one that is left to its parts, no part that such a one stands for."""
+    uses, stood_for, out = tuple(uses), defaultdict[str, list[bool]](list), []
     for use in uses:
+        for part in use.parts:  # by each composed use that names it, or by none
+            stood_for[part].append(part not in use.beside and variant_of(use, bindings) != REFERENCE)
+    for use in uses:
+        if use.parts:  # the first layer's sum and norm stand for nothing: there is no sum
+            stands = variant_of(use, bindings) != REFERENCE and set(use.parts) > set(use.beside)
+        else:
+            stands = not (use.place in stood_for and all(stood_for[use.place]))
+        if stands:
+            out.append(use)
+    return out
+
+
+def by_contract(bindings: Mapping[str, str], uses: Iterable[OpUse]) -> dict[str, dict[str, list[str]]]:
+    """contract -> variant -> the sites that run it, of what is called; contracts in the order of their names."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for use in called(bindings, uses):
         found.setdefault(use.contract, {}).setdefault(variant_of(use, bindings), []).append(use.site)
     return dict(sorted(found.items()))
 

@@ -185,7 +185,11 @@ class Foreign:
             choice = {"index": 0, "finish_reason": end, **_said("".join(words), "".join(thought), chat, "message")}
             return JSONResponse(self.spoil({"choices": [choice], "usage": usage}))
         parts = [_said("", one, chat, "delta") for one in thought] + [_said(one, "", chat, "delta") for one in words]
-        chunks = [{"choices": [{"index": 0, **part}]} for part in parts] + [{"choices": [], "usage": usage}]
+        chunks = [{"choices": [{"index": 0, **part}]} for part in parts]
+        chunks += [
+            {"choices": [{"index": 0, "finish_reason": end, **_said("", "", chat, "delta")}]},
+            {"choices": [], "usage": usage},
+        ]
         lines = [f"data: {json.dumps(self.spoil(chunk))}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
         return StreamingResponse(iter(lines), media_type="text/event-stream")
 

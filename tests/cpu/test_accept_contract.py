@@ -85,6 +85,21 @@ def _other_delta(call: Call, event: Any) -> list[Any]:
     return [event]
 
 
+def _ends_as_another(call: Call, event: Any) -> list[Any]:
+    if event != DONE and event.get("type") in ("response.completed", "response.incomplete"):
+        event["response"]["id"] += "-2"
+    return [event]
+
+
+def _no_more(call: Call, status: int, body: Any) -> tuple[int, Any]:
+    """The first requests, of one token, are answered, and nothing else is."""
+    return (503, {"error": {"message": "gone"}}) if (call.body or {}).get("max_tokens", 1) > 1 else (status, body)
+
+
+def _nothing_said(call: Call, status: int, body: Any) -> tuple[int, Any]:
+    return status, {**body, "choices": []} if (call.body or {}).get("max_tokens", 1) > 1 else body
+
+
 def _failing(status: int, *old: int) -> Any:
     """Answers with ``status`` where the server answers with one of ``old``."""
 
@@ -248,6 +263,12 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
     "answers of another type": (
         Fault(head=_head_with("content-type", "text/html", "chat")), "chat.shape", {"chat.type"}),
     "cards without a date": (Fault(answer=_cards(lambda card: card.pop("created"))), "models", {"models"}),
+    "a list of another kind": (
+        Fault(answer=_changing("/v1/models", lambda body: body.update(object="models"))), "models", {"models.list"}),
+    "one model twice in the list": (
+        Fault(answer=_changing("/v1/models", lambda body: body["data"].append(body["data"][0]))), "models",
+        {"models.names"}),
+    "no card of one model": (Fault(answer=_on("GET", "/v1/models/small", 404)), "models", {"models.one"}),
     "a limit that is not": (Fault(answer=_cards(_longer)), "models.limit", {"models.limit"}),
     "parts are lost": (
         Fault(request=replacing("messages", lambda turns: [{**turn, "content": ""} if isinstance(turn["content"], list)
@@ -258,6 +279,9 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
         "chat.roles", {"chat.roles"}),
     "one name of the limit is ignored": (
         Fault(request=setting(max_completion_tokens=None)), "chat.limits", {"chat.limits"}),
+    "a completion that ends as nothing does": (
+        Fault(answer=of_choices(lambda choice: choice.update(finish_reason="done"))), "completions.shape",
+        {"completions.shape"}),
     "answers in another order": (Fault(answer=_reversed), "completions.many", {"completions.many"}),
     "ids get a token more": (
         Fault(request=replacing("prompt", lambda p: [5, *p] if isinstance(p, list) and isinstance(p[0], int) else p)),
@@ -273,9 +297,16 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
     "other deltas": (Fault(event=_other_delta), "responses", {"responses.stream"}),
     "a response without a status": (
         Fault(answer=_changing("/v1/responses", lambda body: body.pop("status"))), "responses", {"responses"}),
+    "a response of another kind": (
+        Fault(answer=_changing("/v1/responses", lambda body: body.update(object="answer"))), "responses",
+        {"responses.shape"}),
+    "a response ends under another id": (Fault(event=_ends_as_another), "responses", {"responses.id"}),
     "items are lost": (
         Fault(request=replacing("input", lambda items: items[:1] if isinstance(items, list) else items)),
         "responses.items", {"responses.items"}),
+    "a message of the user's": (
+        Fault(answer=_changing("/v1/messages", lambda body: body.update(role="user"))), "messages",
+        {"messages.shape"}),
     "a message that never stops": (Fault(event=_dropping("message_stop")), "messages", {"messages.order"}),
     "a block that is never closed": (Fault(event=_dropping("content_block_stop")), "messages", {"messages.order"}),
     "other deltas of a message": (Fault(event=_other_delta), "messages", {"messages.stream"}),
@@ -291,6 +322,18 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
     "500 for a bad body": (
         Fault(answer=_failing(500, 400)), "errors.bodies",
         {"errors.bodies-chat-500", "errors.bodies-completions-500"}),
+    "bodies that are no request are taken": (
+        Fault(answer=_failing(200, 400)), "errors.bodies",
+        {"errors.bodies-chat-taken", "errors.bodies-completions-taken"}),
+    "errors of bodies without an object": (
+        Fault(answer=_plain_errors), "errors.bodies",
+        {"errors.bodies-chat-object", "errors.bodies-completions-object"}),
+    "500 for another Content-Type": (
+        Fault(answer=lambda call, was, body: (500 if call.headers.get("content-type") == "text/html" else was, body)),
+        "errors.bodies", _named("errors.type")),
+    "a stream that is refused is 200": (Fault(answer=_failing(200, 400)), "errors.stream", _named("errors.stream")),
+    "a stream that is refused is no JSON": (
+        Fault(head=_head_with("content-type", "text/event-stream", "/v1/")), "errors.stream", _named("errors.stream")),
     "bad input is taken": (
         Fault(request=_meaning_well), "errors.fields", {"errors.fields-chat-taken", "errors.fields-completions-taken"}),
     "errors without an object": (
@@ -312,6 +355,7 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
         "errors.messages", {"errors.messages"}),
     # around the endpoints
     "200 for any path": (Fault(answer=_failing(200, 404)), "http.paths", {"http.paths"}),
+    "an unknown path without an object": (Fault(answer=_plain_errors), "http.paths", {"http.paths-object"}),
     "500 for embeddings": (Fault(answer=_on("POST", "/v1/embeddings", 500)), "http.paths", {"http.embeddings"}),
     "no Allow": (Fault(head=_head_with("allow", None)), "http.paths", {"http.allow"}),
     "404 for a method": (Fault(answer=_failing(404, 405)), "http.paths", {"http.methods"}),
@@ -332,6 +376,8 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
     "work goes on for clients that left": (Fault(stays=True), "cancel.freed", {"cancel.stopped"}),
     "one of many gets another's answer": (Fault(request=_one_mixed_up), "many.same", {"many.same"}),
     "requests are mixed up": (Fault(request=_mixed_up), "many.same", {"many.same"}),
+    "no longer alive": (Fault(answer=_no_more), "alive", {"alive"}),
+    "an answer without choices": (Fault(answer=_nothing_said), "alive", {"alive"}),
     "busy without a time": (Fault(answer=_busy), "many.same", {"overload.retry"}),
 }  # fmt: skip
 
@@ -416,9 +462,51 @@ def test_when_the_text_of_a_stream_came_is_looked_at(times: list[float], verdict
     answer = Answer(200, {"content-type": "text/event-stream"}, body, times[-1], 0.01, arrivals)
     assert framing.times_of(answer) == times[1:]
     out = Checks("t")
-    ask: Any = SimpleNamespace(ignores_stops=False, api="chat", post=lambda *args, **more: answer)
-    framing._flushed(ask, out)
+    framing._flushed(_streaming([answer], 0.001), out)
     assert [finding.verdict for finding in out.findings] == [verdict]
+
+
+def _streaming(streams: list[Answer], first: float) -> Any:
+    """Gives these streams in turn, then the last one again, and answers of one token within ``first`` seconds."""
+    left = list(streams)
+
+    def post(api: str, prompt: str, **more: Any) -> Answer:
+        if not more.get("stream"):
+            return Answer(200, {}, b"{}", first)
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return SimpleNamespace(ignores_stops=False, api="chat", post=post)
+
+
+def _stream(times: list[float], usage: bool = True) -> Answer:
+    """Words that came at these times."""
+    part = {"choices": [{"index": 0, "delta": {"content": "word "}}]}
+    events = [f"data: {json.dumps(part)}\n\n".encode() for _ in times]
+    told = {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+    events[-1] += f"data: {json.dumps({'choices': [], 'usage': told})}\n\n".encode() * usage + b"data: [DONE]\n\n"
+    arrivals = tuple(zip(itertools.accumulate(len(event) for event in events), times, strict=True))
+    return Answer(200, {"content-type": "text/event-stream"}, b"".join(events), times[-1], 0.01, arrivals)
+
+
+@pytest.mark.parametrize(
+    ("streams", "first", "usage", "verdict"),
+    [
+        ([[5.0, 5.1, 5.2, 5.3]], 5.0, True, "pass"),  # a long prompt is no stream that was held
+        ([[5.3, 5.3, 5.3, 5.3]], 5.0, True, "fail"),
+        ([[0.4] * 5, [0.4] * 5, [0.1, 0.2, 0.3, 0.4]], 0.1, True, "pass"),
+        ([[0.4] * 5, [0.4] * 5, [0.4] * 5, [0.1, 0.2, 0.3, 0.4]], 0.1, True, "fail"),
+        ([[9.0, 9.01, 9.02, 9.03], [0.1, 0.11, 0.12, 0.13]], 0.1, True, "not applicable"),  # cold, then too quick
+        ([[0.1, 0.2, 0.3, 0.4]], 0.1, False, "pass"),
+        ([[0.4, 0.4, 0.4, 0.4]], 0.1, False, "fail"),
+    ],
+)  # fmt: skip
+def test_a_stream_is_held_against_the_time_behind_its_first_token(
+    streams: list[list[float]], first: float, usage: bool, verdict: str
+) -> None:
+    """Up to three times; where no usage is told, its pieces are counted."""
+    out = Checks("t")
+    framing._flushed(_streaming([_stream(times, usage) for times in streams], first), out)
+    assert [finding.verdict for finding in out.findings] == [verdict], out.findings
 
 
 def test_places_in_an_answer_are_named() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from align_support import write_recipe
 from safetensors.torch import load_file, save_file
 
 from dayzero.acceptance.accept.digest import verify_digest
@@ -23,6 +24,7 @@ from dayzero.acceptance.stages import weight_hashes, weight_values
 from dayzero.acceptance.stages.weight_hashes import affordable
 from dayzero.acceptance.stages.weight_values import _spread
 from dayzero.acceptance.stages.weights import CHECKS, STAGE
+from dayzero.checkpoint import verify
 from dayzero.checkpoint.source import open_source
 from dayzero.cli import main
 from dayzero.commands.accept import check_serve_options
@@ -221,6 +223,35 @@ def test_a_spoilt_scale_fails(twins: Callable[[str], Path], tmp_path: Path) -> N
     assert "quantization.scale" in failed(run(folder, tmp_path))
 
 
+def test_a_size_that_the_format_cannot_hold_is_the_configs_fault(twins: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(twins("gpt_oss_20b"), tmp_path / "checkpoint"))
+    edit(folder, "config.json", intermediate_size=162)
+    found = of_kind(run(folder, tmp_path), "quantization.shape")
+    assert (found.kind, found.layer, found.verdict) == ("quantization.shape", "config", "fail")
+    assert "multiple of 32, not 162" in found.evidence[0]
+
+
+GATE = "layers.{i}.channel.gate"
+WITHOUT = 'RULES = tuple(r for r in RULES if "channel.gate" not in str(r))\n'
+RECIPES: dict[str, tuple[str, set[str]]] = {
+    "one rule less": (WITHOUT, {"recipe.without_rule"}),
+    "one tensor read twice": (
+        WITHOUT + f'RULES += (Rule("model.layers.{{i}}.mlp.up_proj.weight", "{GATE}"),)', {"recipe.used_twice"}),
+    "one parameter filled twice": (
+        f'RULES += (Rule("model.layers.{{i}}.mlp.more_proj.weight", "{GATE}"),)', {"recipe.filled_twice"}),
+    "a rule that is none": ('RULES += (Rule("model.x.{i}.weight", "layers.{j}.channel.gate"),)', {"recipe.rules"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_is_wrong_fails(name: str, twins: Callable[[str], Path], tmp_path: Path) -> None:
+    change, expected = RECIPES[name]
+    subject = Subject(str(twins("smollm2_135m")), recipe=write_recipe(tmp_path / "recipe.py", change))
+    result = STAGE.run(Context(subject, NoServices(), tmp_path))  # type: ignore[arg-type]
+    found = {f.kind: f for f in result.findings if f.kind.startswith("recipe.") and f.verdict == "fail"}
+    assert set(found) == expected and all((f.layer, bool(f.remedy)) == ("weights", True) for f in found.values())
+
+
 def test_a_single_dead_expert_fails(twins: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(twins("qwen3_30b_a3b"), tmp_path / "checkpoint"))
     names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -280,6 +311,24 @@ def test_quick_hashes_what_it_can_afford_and_says_so(
     assert found.verdict == "note" and len(found.evidence) == 1 and "release-day" in found.remedy
     assert of_kind(result, "hash.verified").verdict == "pass"
     assert of_kind(run(plain, tmp_path, "release-day"), "hash.recorded").verdict == "pass"
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_in_the_record(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = verify.sha256
+
+    def changing(source: Any, file: str, *given: Any) -> str:
+        if file == "config.json":
+            edit(plain, file, again=True)
+        return read(source, file, *given)
+
+    monkeypatch.setattr(verify, "sha256", changing)
+    result = run(plain, tmp_path)
+    found = of_kind(result, "hash.recorded")
+    assert (found.kind, found.layer, found.verdict) == ("hash.recorded", "weights", "fail") and found.remedy
+    assert "while it was being read" in of_kind(result, "hash.unreadable").claim
+    assert "config.json" not in result.facts["sha256"]
 
 
 def test_files_are_chosen_by_size() -> None:

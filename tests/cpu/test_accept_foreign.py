@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bad_server import judged
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from dayzero.acceptance.accept.cards import capabilities_of, card_of, cards_of, names_of
 from dayzero.acceptance.accept.http import Answer
 from dayzero.acceptance.accept.stage import Context, Stage
-from dayzero.acceptance.stages import contract, functional, long_context, metrics, perf_load, performance, robustness
+from dayzero.acceptance.stages import (
+    contract,
+    functional,
+    long_context,
+    long_known,
+    metrics,
+    perf_load,
+    performance,
+    robustness,
+)
 from dayzero.acceptance.stages.asking import Ask
 from dayzero.acceptance.stages.long_known import look
 from dayzero.acceptance.stages.perf_load import Plan
@@ -33,9 +46,15 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- chat alone
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_a_server_of_chat_alone_is_measured_in_conversations(name: str, tmp_path: Path) -> None:
-    server = Foreign(chat=True)
+NO_EOS = Foreign(lambda prompt: "it is", chat=True, ends=True, refuses=frozenset({"ignore_eos"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "server"),
+    [*((name, Foreign(chat=True)) for name in MEASURED), ("robustness", NO_EOS)],
+    ids=[*MEASURED, "robustness without ignore_eos"],
+)
+def test_a_server_of_chat_alone_is_measured_in_conversations(name: str, server: Foreign, tmp_path: Path) -> None:
     with foreign(tmp_path, make=server) as context:
         found = STAGES[name].run(context)
     # nothing is batched in this fake, so that what concerns speed says nothing
@@ -46,6 +65,8 @@ def test_a_server_of_chat_alone_is_measured_in_conversations(name: str, tmp_path
     assert any(isinstance(body, dict) and "messages" in body for body in server.seen)
     if name == "robustness":
         assert named(found, "robust.soak.same")[0].verdict == "pass" and found.facts["requests"]["answers"] > 2
+        assert named(found, "robust.scale.answered")[0].verdict == "pass"
+        assert (named(found, "robust.scale.cliff")[0].verdict == "not applicable") == (server is NO_EOS)
 
 
 def test_how_a_server_wants_to_be_asked_is_found_out(tmp_path: Path) -> None:
@@ -65,6 +86,39 @@ def test_speeds_of_answers_of_any_length_are_not_held(tmp_path: Path) -> None:
     assert [f.verdict for f in found.findings] == ["not applicable"] and "ignore_eos" in str(found.findings[0].measured)
 
 
+def test_answers_that_end_of_themselves_are_a_note_where_ignore_eos_may_be_unknown(tmp_path: Path) -> None:
+    """It is taken without a word and not done; nobody says that a server of another make must know it."""
+    with foreign(tmp_path, make=Foreign(lambda prompt: "it is", ends=True)) as context:
+        found = performance.STAGE.run(context)
+    assert failed(found).keys() <= {"performance.together"}, found.findings
+    assert {f.verdict for f in named(found, "load.tokens")} == {"note"}
+    assert "ended of themselves" in str(named(found, "load.tokens")[0].measured)
+
+
+@dataclass
+class BusyOnce(Foreign):
+    """Says ``status`` to the second thing that it is asked, which is the first in words."""
+
+    status: int = 503
+    asked: int = 0
+
+    async def _answered(self, request: Request, chat: bool) -> Response:
+        self.asked += chat == self.chat
+        if chat == self.chat and self.asked == 2:
+            return JSONResponse({"error": {"message": "a moment"}}, self.status)
+        return await super()._answered(request, chat)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_one_busy_moment_does_not_say_how_a_server_is_asked(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_known, "SETTLE_SECONDS", 0.01)
+    with foreign(tmp_path, make=BusyOnce(status=status)) as context:
+        known = look(context, context.services.shared(), 10.0)
+    assert (known.asker.api, known.asker.usual) == ("completions", {"ignore_eos": True})
+
+
 # --- what keeps a server busy for good
 
 
@@ -74,7 +128,8 @@ def test_no_foreign_server_is_asked_for_answers_without_end(name: str, tmp_path:
     with foreign(tmp_path, make=server) as context:
         STAGES[name].run(context)
     asked = [body.get("max_tokens") for body in server.seen if isinstance(body, dict)]
-    assert max(one for one in asked if isinstance(one, int)) < 10**6
+    counts = [one for one in asked if isinstance(one, int)]
+    assert max(counts) < 10**6 and min(counts) > 0, "some read a number below 0 as no limit"
 
 
 # --- answers of no shape
@@ -167,6 +222,12 @@ def test_a_budget_is_what_a_first_answer_measured(tmp_path: Path) -> None:
         assert _ask(context).room(300) == 300, "nobody waits for reasoning that does not end"
 
 
+def test_a_budget_leaves_room_for_the_prompt() -> None:
+    for limit, room in ((1000, 488), (700, 300), (100_000, 2300), (None, 2300)):
+        ask: Any = SimpleNamespace(card={"max_model_len": limit}, thinking=2000)
+        assert Ask.room(ask, 300) == room, limit
+
+
 def test_what_is_lost_in_thought_is_not_judged(tmp_path: Path) -> None:
     """A call that never came since the model was still reasoning says nothing of how calls are made."""
     for thinks, verdict in ((10**6, "not applicable"), (0, "fail")):
@@ -202,7 +263,8 @@ other_total 5.0
     assert metrics.sums_by(samples, metrics.ENDS, "finished_reason") == {"abort": 5.0, "length": 7.0}
     assert metrics.labels_of(samples, metrics.CACHE)["block_size"] == "16"
     assert metrics.labels_of(samples, "nothing") == {}
-    assert metrics.samples_of(_exported("no numbers at all {")) is None
+    for broken in ("no numbers at all {", "vllm: _bucket{le=", 'vllm:x_bucket{le="1", ="2"} 1'):
+        assert metrics.samples_of(_exported(broken)) is None, broken
 
 
 @pytest.mark.parametrize("listed", [None, [], {}, {"data": 5}, {"data": [5, None]}, {"data": [{"id": 5}, {"id": ""}]}])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
+import time
 import unicodedata
 from collections import Counter
 from dataclasses import replace
@@ -26,10 +29,12 @@ from bad_server import (
     setting,
 )
 
+from dayzero.acceptance.accept.http import Answer
 from dayzero.acceptance.accept.paired import tail
 from dayzero.acceptance.accept.stage import Context, RunningServer, Subject
-from dayzero.acceptance.stages import functional
-from dayzero.acceptance.stages.answers import Score
+from dayzero.acceptance.stages import functional, greedy, sampling
+from dayzero.acceptance.stages.answers import Choice, Reply, Score
+from dayzero.acceptance.stages.asking import Checks
 from dayzero.acceptance.stages.greedy import Parted
 from dayzero.acceptance.stages.looking import far_apart
 from dayzero.acceptance.stages.sampling import LEAST_CHANCE
@@ -39,6 +44,8 @@ from dayzero.acceptance.stages.softmax import (
     Told,
     chance_of,
     clear_cut,
+    clear_cuts,
+    clear_of,
     draws_for,
     inside,
     likeliest,
@@ -215,6 +222,20 @@ def _reasoning_in_text(choice: dict[str, Any]) -> None:
         message.pop("reasoning_content")
 
 
+def _turns(call: Call) -> list[dict[str, Any]]:
+    return [turn for turn in (call.body or {}).get("messages") or [] if isinstance(turn, dict)]
+
+
+def _refuses_reasoning(call: Call, status: int, body: Any) -> tuple[int, Any]:
+    known = all(name in ("role", "content") for turn in _turns(call) for name in turn)
+    return (status, body) if known else (400, {"error": {"message": "messages.1 has an unknown field"}})
+
+
+def _one_name_lost(call: Call) -> None:
+    for turn in _turns(call):
+        turn.pop("reasoning", None)
+
+
 def _halves(call: Call, choice: dict[str, Any]) -> None:
     """As when each token's bytes are decoded for themselves."""
     text = choice.get("delta", {}).get("content")
@@ -319,14 +340,23 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
     "tools make it fail": (Fault(answer=_bad_for_tools), "tools.required", {"tools.required"}),
     "tool results are lost": (Fault(request=_result_lost), "tools.round", {"tools.result"}),
     "earlier turns are lost": (Fault(request=_history_lost), "tools.round", {"tools.round", "tools.result"}),
+    "none calls all the same": (
+        Fault(request=replacing("tool_choice", lambda choice: "required" if choice == "none" else choice)),
+        "tools.none", {"tools.none"}),
     "a marker leaks": (Fault(answer=of_choices(_leak)), "markers", {"markers"}),
     "reasoning stands in the text": (
         Fault(answer=of_choices(_reasoning_in_text)), "reasoning",
         {"reasoning", "reasoning.stream", "reasoning.names"}),
+    "reasoning of earlier answers is refused": (
+        Fault(answer=_refuses_reasoning), "reasoning", {"reasoning.back"}),
+    "one name of earlier reasoning is not read": (
+        Fault(request=_one_name_lost), "reasoning", {"reasoning.back-names"}),
 }  # fmt: skip
 LAYERS = {
     "warm is not cold": "cache", "prefill is not decode": "cache", "the template drifts": "tokenizer+template",
     "a marker leaks": "tokenizer+template", "temperature is ignored": "operator", "a stream loses its end": "server",
+    "reasoning of earlier answers is refused": "tokenizer+template",
+    "one name of earlier reasoning is not read": "server", "none calls all the same": "server",
     "tool results are lost": "tokenizer+template", "greedy is not the likeliest": "operator",
 }  # fmt: skip
 
@@ -345,6 +375,46 @@ def test_a_broken_promise_is_found_by_the_finding_that_is_for_it(
     assert all(finding.remedy and finding.measured is not None for finding in failed)
     if name in LAYERS:
         assert failed[0].layer == LAYERS[name]
+
+
+def _batching(ids: bool = True) -> Any:
+    """An Ask of a server whose answers hang on whether another request runs beside them, as kernels may."""
+    lock, running, turns = threading.Lock(), [0], itertools.count(100)
+
+    def whole(api: str, prompt: Any, **fields: Any) -> Reply:
+        with lock:
+            running[0] += 1
+        time.sleep(0.1)
+        company = running[0] > 1
+        time.sleep(0.1)
+        with lock:
+            running[0] -= 1
+        drawn = fields.get("seed") or (next(turns) if fields.get("temperature") else 1)
+        told = [7, drawn, int(company)]
+        answer = Answer(200, {}, b"", 0.1)
+        return Reply(answer, [Choice(0, text=str(told), ids=told if ids else None, finish="length")], None)
+
+    return SimpleNamespace(
+        api="chat", ours=True, ignores_stops=False, rounding=0.25, whole=whole, streamed=whole,
+        amount=lambda *each: each[0], scored=lambda api, count: {"logprobs": count},
+    )  # fmt: skip
+
+
+def test_a_seed_is_held_to_nothing_that_its_company_changes() -> None:
+    out = Checks("t")
+    sampling._seeds(_batching(), out)
+    assert not kinds(out, "fail") and {"sampling.seed", "sampling.seed-stream"} <= kinds(out, "pass"), out.findings
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_an_answer_that_its_company_changes_is_the_schedulers(ids: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greedy, "PROMPTS", greedy.PROMPTS[:1])
+    out = Checks("t")
+    greedy._first_turn(_batching(ids), out)
+    assert [(f.kind, f.verdict, f.layer) for f in out.findings] == [
+        (f"t.greedy.{kind}", "fail", "scheduler") for kind in ("repeat", "stream")
+    ]
+    assert all("company" in finding.remedy for finding in out.findings)
 
 
 def test_text_that_is_normalised_is_a_note(good: RunningServer, subject: Subject) -> None:
@@ -439,7 +509,9 @@ def test_what_is_known_of_a_temperature() -> None:
         part = Told("chat", "", {key: float(p[key]) for key in range(3, 20)}, tuple(float(one) for one in p[:3]))
         bound, true = inside(part, temperature), q[3:20].sum()
         assert bound <= true + 1e-12 if temperature < 1 else bound >= true - 1e-12
-    top_p, kept = nucleus(told.chances)
+    cut = nucleus(told.chances)
+    assert cut is not None
+    top_p, kept = cut
     sums = np.cumsum(p)
     assert len(kept) == int((sums < top_p).sum()) + 1 and sum(kept.values()) == pytest.approx(1)
 
@@ -486,6 +558,29 @@ def test_a_clear_cut_does_not_hang_on_rounding() -> None:
     assert clear_cut(hidden) == 3 and clear_cut(replace(hidden, whole=False)) == 0
     assert likeliest(hidden, 3, 1) == pytest.approx({"a": 0.4 / 0.75, OTHER: 0.35 / 0.75})
     assert likeliest(hidden, 2, 0.5) == pytest.approx({"a": 0.16 / 0.2, OTHER: 0.04 / 0.2})
+
+
+def test_no_cut_falls_between_tokens_that_rounding_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits in bfloat16 are 0.125 apart, so that the third and the fourth token may be of one chance, or exchanged."""
+    clear = clear_of(bound_of("bfloat16"))
+    assert clear == pytest.approx(exp(0.25)) and clear_of(bound_of("float32")) == 1.01
+    logits = np.array([4.0, 3.0, 2.0, 1.875, 1.0, 0.0, -0.125, -1.0])
+    told = Told("chat", "x", {n: float(p) for n, p in enumerate(np.exp(logits) / np.exp(logits).sum())})
+    assert clear_cuts(told, clear) == [2, 4, 5, 7] and clear_cut(told, clear) == 7
+    found = nucleus(told.chances, clear)
+    assert found is not None and set(found[1]) == {0, 1}
+    level = Told("chat", "x", dict.fromkeys(range(10), 0.1))
+    assert nucleus(level.chances, clear) is None and clear_cuts(level, clear) == []
+    asked: list[Any] = []
+
+    def follow(ask: Any, out: Any, kind: str, claim: str, told: Told, expected: Any, fields: Any, rival: Any) -> bool:
+        asked.append((fields["top_k"], len(expected)))
+        return True
+
+    monkeypatch.setattr(sampling, "_follow", follow)
+    ask, out = SimpleNamespace(rounding=bound_of("bfloat16"), ours=True), Checks("t")
+    assert sampling._top_k(ask, out, told) and asked == [(2, 2)]  # type: ignore[arg-type]
+    assert not sampling._top_k(ask, out, level) and [f.verdict for f in out.findings] == ["not applicable"]  # type: ignore[arg-type]
 
 
 def test_tails_of_the_binomial() -> None:

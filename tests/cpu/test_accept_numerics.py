@@ -20,7 +20,7 @@ from torch import Tensor
 from dayzero.acceptance.accept.stage import Context, StageResult, Subject
 from dayzero.acceptance.align import AlignOptions, AlignReport, align_source
 from dayzero.acceptance.rounding import predicted_rms
-from dayzero.acceptance.stages import numerics
+from dayzero.acceptance.stages import numerics, numerics_floor
 from dayzero.acceptance.stages.numerics_experts import expert_errors, expert_findings
 from dayzero.acceptance.stages.numerics_ladder import choice_findings
 from dayzero.acceptance.trace import add_meta
@@ -33,7 +33,7 @@ from dayzero.blocks.stack import Stack
 from dayzero.decl import packed_row
 from dayzero.finding import Finding
 from dayzero.ops import experts_fp8, moe, records
-from dayzero.rehearse.twin import write_twin
+from dayzero.rehearse.twin import TwinOptions, write_twin
 
 CONFIGS = Path(__file__).parents[1] / "paper" / "configs"
 ORACLE = f"ORACLE = Oracle(file={str(ORACLES / 'plain_llama.py')!r})\n"
@@ -219,6 +219,77 @@ def test_without_an_oracle_the_record_says_so(stand: Stand, tmp_path: Path) -> N
     assert found["numerics.scope"].verdict == "note" and "names no oracle" in found["numerics.scope"].evidence[0]
     assert found["numerics.twin.oracle"].verdict == "not applicable"
     assert found["numerics.twin.served.kl.mean"].verdict == "pass", "the service is held to our reference all the same"
+
+
+# --- choices that rounding turns over ---------------------------------------------------------------------------------
+
+
+class Choosing:
+    """A twin of four of eight experts in groups, several of whose choices bfloat16 turns over."""
+
+    def __init__(self, folder: Path) -> None:
+        source = folder / "source" / "config.json"
+        source.parent.mkdir()
+        source.write_bytes((CONFIGS / "deepseek_v3.json").read_bytes())
+        write_twin(str(source), str(folder / "twin"), TwinOptions(changes={"moe_intermediate_size": 160}))
+        self.folder, self.where = folder, str(folder / "twin")
+        (folder / "first").mkdir()
+        self.sound = numerics.run(Context(Subject(self.where), None, folder / "first"))  # type: ignore[arg-type]
+
+    def again(self, name: str) -> dict[str, str]:
+        """Kinds that fail, on the oracle's trace of the first run -> their layers."""
+        shutil.copytree(self.folder / "first", self.folder / name)
+        found = numerics.run(Context(Subject(self.where), None, self.folder / name))  # type: ignore[arg-type]
+        return {f.kind.removeprefix("numerics.twin."): f.layer for f in found.findings if f.verdict == "fail"}
+
+
+@pytest.fixture(scope="module")
+def choosing(tmp_path_factory: pytest.TempPathFactory) -> Choosing:
+    return Choosing(tmp_path_factory.mktemp("choosing"))
+
+
+def test_choices_that_bfloat16_turns_over_fail_nothing(choosing: Choosing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single run of the floor, in which by chance none turned over, is not what another run is held to."""
+    assert not [f for f in choosing.sound.findings if f.verdict == "fail"]
+    said = {f.kind: f for f in choosing.sound.findings}["numerics.twin.served.kl.mean"]
+    assert said.verdict == "pass" and "in 16 runs" in str(said.bound)
+    monkeypatch.setattr(numerics_floor, "RUNS_OF_FEW", 1)
+    assert set(choosing.again("single")) >= {"served.kl.mean"}, "the twin shows nothing any more: find another"
+
+
+def narrow_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 alone, what a layer adds is too large by a tenth."""
+    leave = PlainBlock.leave
+
+    def changed(self: PlainBlock, carry: Any, site: str, out: Tensor) -> Any:
+        return leave(self, carry, site, out * 1.1 if out.dtype == torch.bfloat16 else out)
+
+    monkeypatch.setattr(PlainBlock, "leave", changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", [narrow_service, narrow_sums])
+def test_a_service_that_is_wrong_in_bfloat16_still_fails_where_choices_turn_over(
+    plant: Callable[[pytest.MonkeyPatch], None], choosing: Choosing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    failed = choosing.again(plant.__name__)
+    assert failed.get("served.kl.mean") == "operator" and all(kind.startswith("served.") for kind in failed), failed
+
+
+def test_runs_of_the_floor_differ_in_what_they_turn_over_and_not_in_size(stand: Stand, choosing: Choosing) -> None:
+    """Within half a step at random is as much as rounding to the nearest: where nothing is chosen, runs are alike."""
+    tokens = list(range(3, 51))
+    dense, of_experts = open_model(str(stand.model), recipe=stand.recipe), open_model(choosing.where)
+    assert not numerics_floor.chooses(dense.spec) and numerics_floor.chooses(of_experts.spec)
+    assert not numerics_floor.noise_floors(dense, tokens, ["bf16"], 1 << 28)[0].further
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numerics_floor, "chooses", lambda spec: True)
+        (floor,) = numerics_floor.noise_floors(dense, tokens, ["bf16"], 1 << 28)
+    first, *others = [float(run.kl_T.mean()) for run in floor.runs]
+    assert len(others) == 15 and all(0.5 < other / first < 2 for other in others), (first, others)
+    assert numerics_floor.size_of_runs([first]) == first
+    assert numerics_floor.size_of_runs([1.0, 1.0, 10.0]) == 5.0 and numerics_floor.size_of_runs([2.0, 4.0]) == 3.0
 
 
 # --- experts and indexes ----------------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from dayzero.acceptance.accept.http import Answer
 from dayzero.acceptance.accept.stage import Context, StageResult, Subject
 from dayzero.acceptance.load.figures import Figures
 from dayzero.acceptance.stages import robust_findings as judge
 from dayzero.acceptance.stages import robust_load, robust_memory, robust_process, robust_soak, robustness
 from dayzero.acceptance.stages.long_known import Known, look
-from dayzero.acceptance.stages.robust_ask import Asker, Completion
+from dayzero.acceptance.stages.robust_ask import Asker, Completion, completion_of
 from dayzero.acceptance.stages.robust_load import Burst, Storm
 from dayzero.acceptance.stages.robust_process import Drained, Frozen, Killed
 from dayzero.acceptance.stages.robust_same import Difference, difference, extended
@@ -146,7 +147,14 @@ def test_a_server_too_slow_for_a_mixture_is_said(tmp_path: Path) -> None:
 def test_what_is_held_behind_a_storm_fails(tmp_path: Path, more: dict[str, Any], layer: str) -> None:
     with scripted(make(Busy(reply=steady, **more)), tmp_path) as context:
         left = robust_soak.held(known_of(context).asker, 0.5)
-    assert failed([judge.held("storm", left)]) == {"robust.storm.held": layer}
+    kinds = {f"robust.{word}.held": layer for word in ("storm", "soak")}
+    assert failed([judge.held("storm", left), judge.held("soak", left)]) == kinds
+
+
+def test_memory_of_many_sizes_of_steps_is_said() -> None:
+    """A note: no plan counts it, and what it may be is the machine's to say."""
+    assert judge.sizes(0, 4, 512).verdict == "pass"
+    assert judge.sizes(4 << 30, 4, 512).verdict == "note"
 
 
 def test_clients_that_vanish_are_seen_to_vanish(tmp_path: Path) -> None:
@@ -169,10 +177,27 @@ def test_work_for_clients_that_left_must_end() -> None:
     assert named(silent, "robust.storm.cut")[0].verdict == "not applicable"
 
 
+def test_clients_that_nobody_counts_say_nothing_of_what_was_done_for_them() -> None:
+    """A server may have the counter and never count a client that left; a few answers may be quicker than one."""
+    one = Completion(200, tokens=(1, 2), logprobs=(-0.1, -0.1), margins=(3.0, 3.0))
+    storm = Storm(60, one, one, None, {"abort": 0.0, "length": 0.0, "stop": 0.0})
+
+    def verdict(**more: Any) -> str:
+        return named(judge.storm(replace(storm, **more), 0.125), "robust.storm.cut")[0].verdict
+
+    assert verdict() == "not applicable"
+    assert verdict(ends={"abort": 0.0, "length": 2.0}) == "pass"
+    assert verdict(ends={"abort": 0.0, "length": 50.0}) == "fail"
+    assert verdict(ends={"abort": 20.0, "length": 40.0}) == "fail"
+    assert verdict(ends={"abort": 0.0, "stop": 50.0}, exact=False) == "not applicable"
+
+
 def test_an_endless_request_is_for_our_own_server_alone() -> None:
     asker = Asker(FakeServer("http://127.0.0.1:9"))
-    assert robust_soak.ENDLESS in robust_soak.bad_requests(Known(True, asker))
-    assert robust_soak.ENDLESS not in robust_soak.bad_requests(Known(False, asker))
+    ours, foreign = (robust_soak.bad_requests(Known(own, asker)) for own in (True, False))
+    for one in ({"max_tokens": 10**9}, {"max_tokens": -1}, {"model": "nobody"}):
+        assert one in ours
+    assert len(foreign) > 2 and not any("model" in one or one.get("max_tokens", 1) != 1 for one in foreign)
     asker.api = "chat"
     assert all("prompt" not in body for body in robust_soak.bad_requests(Known(False, asker)))
 
@@ -386,6 +411,16 @@ def test_lost_room_behind_the_soak_fails() -> None:
 
 
 # --- the same answer
+
+
+def test_a_log_probability_that_is_no_number_is_none() -> None:
+    """A record of NaN could not be read back as JSON."""
+    for value in ("NaN", "-Infinity"):
+        scores = f'[null, {{"6": {{"logprob": {value}}}}}, {{"7": {{"logprob": -0.5}}}}]'
+        choice = '{"index": 0, "text": "x", "finish_reason": "stop"}'
+        body = f'{{"choices": [{choice}], "prompt_logprobs": {scores}}}'.encode()
+        found = completion_of(Answer(200, {}, body, 0.1), [5, 6, 7])
+        assert found.good and found.prompt_logprobs == (None, None, -0.5), value
 
 
 def answer(tokens: tuple[int, ...], logprob: float = -0.5, margin: float = 3.0) -> Completion:

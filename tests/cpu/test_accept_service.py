@@ -20,6 +20,7 @@ from dayzero.acceptance.accept.service import Servers
 from dayzero.acceptance.accept.stage import Subject
 from dayzero.acceptance.server_process import NotServing, ServerProcess
 from dayzero.acceptance.stages import functional
+from dayzero.cli import main
 from dayzero.commands.serve import ServeArguments, config_of
 from dayzero.errors import EngineDead, MachineError, ModelError, UsageError
 from tests.clients.small_model import write_model
@@ -231,6 +232,11 @@ def test_what_is_no_openai_server_is_named() -> None:
     with serving(world) as url, Servers(Subject(None, url=url), Path("nowhere")) as servers:
         with pytest.raises(MachineError, match="lists no model"):
             servers.shared()
+
+
+def test_a_descriptor_that_no_machine_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "x", "--api-key-fd", str(2**31)]) == 2
+    assert "--api-key-fd" in capsys.readouterr().err
 
 
 def test_keys_come_through_a_descriptor(tmp_path: Path) -> None:

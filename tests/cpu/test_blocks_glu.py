@@ -52,6 +52,27 @@ def test_one_call_multiplies_and_activates(act: Activation) -> None:
     assert torch.equal(*seen)
 
 
+def test_a_weight_that_is_added_is_laid_out_once() -> None:
+    """Whatever else its product alone is bound to."""
+    whole = model((attention(),), (moe(shared=GLU(DIM, 24)),), Plain(NORM))
+    packed: list[tuple[str, str]] = []
+
+    def prepack(contract: str, site: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        def pack(weight_NK: torch.Tensor) -> torch.Tensor:
+            packed.append((contract, site))
+            return weight_NK.clone()
+
+        return pack
+
+    for fused in ((ADDED,), ()):
+        packed.clear()
+        params = Params(random_params(whole), "layers.0.channel.shared.")
+        site = Site("layers.0.channel.shared", binding([], fused), prepack=prepack)
+        GLUBlock(GLU(DIM, 24), params, site, adds=True)
+        assert not params.left_over()
+        assert [c for c, s in packed if s.endswith("down")] == [ADDED if fused else "linear.matmul"]
+
+
 @pytest.mark.parametrize("gate", [False, True])
 def test_a_shared_expert_is_added_in_its_last_product(gate: bool) -> None:
     """Not where a gate weighs it first."""

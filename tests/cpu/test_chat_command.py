@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dayzero.chat.pieces import Content, Reasoning
 from dayzero.cli import main
 from dayzero.console import no_progress
 from dayzero.engine.llm import LLM
@@ -69,6 +70,22 @@ def test_the_end_of_input_ends_it_and_a_bad_option_is_an_error(
     assert chat(model) == 0
     assert chat(model, "--prompt", "the ab " * 90_000) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+
+
+def test_an_answer_begins_on_a_line_of_its_own_behind_the_reasoning(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pieces = [Reasoning("so it"), Reasoning(" is"), Content("four"), Content("!")]
+    given = iter([pieces, pieces[2:]])
+    streamed = LLM.stream_chat
+
+    def reasoned(self: LLM, *args: Any, **more: Any) -> Any:
+        yield from next(given)
+        yield list(streamed(self, *args, **more))[-1]
+
+    monkeypatch.setattr(LLM, "stream_chat", reasoned)
+    assert chat(model, "-q", "--prompt", "ab", "--prompt", "ba") == 0
+    assert capsys.readouterr().out == "so it is\nfour!\nfour!\n"
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_talk(

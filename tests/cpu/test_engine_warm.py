@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,13 +14,18 @@ import torch
 from small_models import write_small
 
 from dayzero.checkpoint.stream import Loader
+from dayzero.engine import recorded as recordings
 from dayzero.engine import runner as runners
+from dayzero.engine.graphs import Memory
+from dayzero.engine.packed import Packed, Part
 from dayzero.engine.request import SamplingParams
 from dayzero.engine.slots import Slots
 from dayzero.engine.step import Step
+from dayzero.engine.step_driver import StepDriver
 from dayzero.engine.warm import lengths, warm_up
 from dayzero.errors import MachineError
-from tests.cpu.engine_support import Engine, ask, prompt_ids
+from dayzero.view import Span
+from tests.cpu.engine_support import Engine, ask, least_slabs, prompt_ids
 
 OPTIONS: dict[str, Any] = {
     "page_tokens": 16, "pool_bytes": 4 << 20, "max_running": 6, "max_step_tokens": 40, "graphs": "static",
@@ -108,11 +115,78 @@ def test_experts_that_are_read_are_asked_for_sparingly(tmp_path: Path) -> None:
     assert max(seen) <= 17
 
 
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"max_model_len": 12}, [10, 10, 10, 10]),  # 40 tokens of a step
+        ({"chunk_tokens": 16, "max_running": 3}, [16, 16, 8]),
+        ({"max_model_len": 12, "max_running": 2}, [10, 10]),
+        ({"max_model_len": 17, "pool_bytes": None}, [15, 15]),  # four pages: a third would have none to grow
+    ],
+)
+def test_a_whole_step_is_computed_where_no_prompt_has_so_many_tokens(
+    options: dict[str, Any], rows: list[int], tmp_path: Path
+) -> None:
+    folder = write_small("llama", tmp_path)
+    if options.get("pool_bytes", 0) is None:
+        layout = Engine(folder, **OPTIONS).runner.layout
+        options = {**options, "pool_bytes": least_slabs(layout, 4 * 16) * layout.slab_bytes}
+    _, steps, _ = warmed(folder, **options)
+    largest = max(steps, key=lambda step: step.num_tokens)
+    assert [row.count for row in largest.rows] == rows
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_whose_sampling_fails_is_forgotten(ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first error is the one that is told, and who has others to ask may go on."""
+    engine = Engine(write_small("llama", tmp_path), **OPTIONS)
+    config = engine.runner._launch.config
+
+    def failing(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine.runner._chooser, "choose", failing)
+    driver = StepDriver(engine.runner, config)
+    driver.add([prompt_ids(5, 1)], 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        (driver.turn_ahead if ahead else driver.turn)()
+    driver.close()
+    with pytest.raises(MachineError, match="no room for a step of 40 tokens"):
+        engine.runner._warm_up()
+    monkeypatch.undo()
+    assert warm_up(engine.runner, config)
+
+
 def test_memory_that_only_loading_needs_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rested: list[object] = []
     monkeypatch.setattr(Loader, "rest", lambda self: rested.append(self))
     engine = Engine(write_small("llama", tmp_path), **OPTIONS)
     assert rested == [engine.runner._ready.model.loader]
+    rested.clear()
+    (tmp_path / "experts").mkdir()
+    Engine(write_small("kimi_k31", tmp_path / "experts"), expert_bytes=1 << 20, **OPTIONS)
+    assert not rested, "experts are read through it as long as the engine runs"
+
+
+def test_nobody_finds_what_lay_behind_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of an accelerator are wider than their pages, and what they are written into is not cleared before."""
+    _, steps, _ = warmed(engine_folder := write_small("llama", tmp_path))
+    views = Engine(engine_folder, **OPTIONS).runner._views
+    newest = torch.zeros(7, dtype=torch.int64)
+    exact = [Slots(views, newest).view(step).where for step in steps]
+
+    def parts(self: Slots, step: Step, late: int) -> list[Part]:
+        found = as_on_a_cpu(self, step, late)
+        return [replace(one, shape=(one.shape[0], 16)) if one.name.endswith(".table") else one for one in found]
+
+    as_on_a_cpu = Slots._parts
+    monkeypatch.setattr(Slots, "_parts", parts)
+    monkeypatch.setattr(Packed, "host", lambda self, device: torch.full((self.num_bytes,), 77, dtype=torch.uint8))
+    for step, known in zip(steps, exact, strict=True):
+        for name, where in Slots(views, newest).view(step).where.items():
+            pages = known[name].table.shape[1]
+            assert where.table.shape[1] == 16 and where.table[:, :pages].equal(known[name].table)
+            assert not where.table[:, pages:].any()
 
 
 def test_tables_of_an_accelerator_are_of_few_kinds(tmp_path: Path) -> None:
@@ -141,3 +215,17 @@ def test_a_step_for_which_the_device_has_no_room_is_told_at_the_start(
     monkeypatch.setattr(runners, "warm_up", failing)
     with pytest.raises(MachineError, match="no room for a step of 40 tokens .* smaller --max-step-tokens"):
         engine.runner._warm_up()
+
+
+def test_a_sentence_that_says_what_to_do_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an operator that asks the host where a row stands, as it is captured."""
+    recorded = Engine(write_small("llama", tmp_path), graphs="static").runner._recorded
+    assert recorded is not None
+    recorded._memory, recorded._hidden = cast(Memory, object()), True
+
+    def capturing(work: Any, spans: Sequence[Span], memory: object) -> None:
+        assert spans[0].start
+
+    monkeypatch.setattr(recordings, "Captured", capturing)
+    with pytest.raises(MachineError, match="^An operator asks the host where a row stands .* bind another variant"):
+        recorded._recording(recorded.sizes[0])

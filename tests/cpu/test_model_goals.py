@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_profile import bench_spec
 
+import dayzero
+from benchmarks import generate, models
 from benchmarks.models import MODELS, Cell, Model, by_kind, cell_of, cut, launch_of
 from dayzero.acceptance.profile.report import PhaseReport, Row
 from dayzero.engine.profiling.measure import Measured, Phase
@@ -51,13 +56,60 @@ def test_a_goal_of_its_own_and_no_peer() -> None:
 
 
 def test_cuts_have_no_goals_and_phases_fit_their_engine() -> None:
-    made = cut(MODELS["deepseek_v32_4"], "layers=3&experts=32")
+    made = cut(MODELS["deepseek_v32_4"], {"layers": "3", "experts": "32"})
     assert made.config == "deepseek_v32.json?layers=3&first_k_dense_replace=1&experts=32"
     assert not made.decode and not made.prefill and made.goal is None
     launch = launch_of(made, [Phase(True, 16, 1024), Phase(False, 1, 32768)])
     config = launch.config
     assert config.max_running == 16 and config.max_step_tokens == made.step_tokens < 32768
     assert config.max_model_len is not None and config.max_model_len > 32768 and not config.prefix_cache
+
+
+@pytest.mark.parametrize(("rows", "context"), [(64, 32768), (256, 1024), (1, 131072)])
+def test_answers_fit_behind_the_context(rows: int, context: int) -> None:
+    """Rows whose prompts are done first decode on while the last of the prompts are still computed."""
+    config = launch_of(MODELS["qwen3_8b"], [phase := Phase(True, rows, context)]).config
+    steps = -(-rows * context // (config.max_step_tokens - rows))  # at least so many until all rows decode
+    assert config.max_model_len is not None
+    assert config.max_model_len >= context + phase.answer_tokens(config.max_step_tokens) > context + steps + rows
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "said"),
+    [
+        (models, ["--only", "qwen3_8b,typo"], "there is no model 'typo'; known are kimi_linear_48b"),
+        (models, ["--set", "layers"], "'layers' is no change; write KEY=VALUE"),
+        (models, ["--set", "layers=4&=3"], "'=3' is no change; write KEY=VALUE"),
+        (generate, ["any.json", "--tokens", "1"], "1 is no number of at least 2"),
+        (generate, ["any.json", "--tokens", "many"], "many is no number of at least 2"),
+    ],
+)
+def test_a_wrong_call_is_told_in_a_sentence(
+    script: Any, given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script.__name__, *given])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_options_of_models_are_read() -> None:
+    assert models.models_of("gpt_oss_20b, qwen3_8b") == [MODELS["gpt_oss_20b"], MODELS["qwen3_8b"]]
+    assert models.changes_of("layers=4&name=a=b") == {"layers": "4", "name": "a=b"}
+
+
+def test_answers_that_are_asked_for_fit_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    class Made:
+        info = SimpleNamespace(table=[])
+
+        def __init__(self, source: str, **options: Any) -> None:
+            asked.update(options)
+
+    monkeypatch.setattr(dayzero, "LLM", Made)
+    generate.ours("any.json", [[1] * 10], generate.answer_tokens("2000"), "cpu")
+    assert asked["max_model_len"] == 2010
 
 
 def test_time_and_floor_of_each_kind_of_layer() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ops_support import close, poisoned_memory, randomise  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dayzero.ops import activation, linear, moe
 from dayzero.ops.cases import CASES
@@ -125,3 +126,40 @@ def test_an_answer_does_not_depend_on_the_batch() -> None:
     for row in (1, 30, 64):
         alone = {k: v[row : row + 1] if k in ("x_TD", "ids_TN", "weights_TN") else v for k, v in inputs.items()}
         assert torch.equal(moe.experts(**alone)[0], whole[row])
+
+
+class _Operators(TorchDispatchMode):
+    """Names of what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_rows_of_an_expert_are_found_on_the_host(tokens: int) -> None:
+    """On a device each ``nonzero`` waits. Ids are brought over once; some are no expert, some stand twice in a row."""
+    draw = torch.Generator().manual_seed(tokens)
+    ids, weights = torch.randint(-1, 9, (tokens, 3), generator=draw), torch.rand(tokens, 3, generator=draw)
+    x = torch.randn(tokens, 8, generator=draw)
+    asked: list[int] = []
+
+    def one(x_RD: torch.Tensor, expert: int) -> torch.Tensor:
+        rows = (ids == expert).any(-1)
+        assert x_RD.equal(x[rows])
+        asked.append(expert)
+        return x_RD * (expert + 1)
+
+    with _Operators() as seen:
+        out = moe.summed_by_expert(x, ids, weights, lambda x_RD, expert: x_RD * (expert + 1))
+    assert "nonzero" not in seen.names
+    assert out.equal(moe.summed_by_expert(x, ids, weights, one))
+    assert asked == [e for e in range(9) if (ids == e).any()]
+    known = torch.zeros_like(x)
+    for expert in range(9):
+        known += torch.where(ids == expert, weights, 0.0).sum(-1, keepdim=True) * (x * (expert + 1))
+    assert out.equal(known)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from dayzero.cache.layout import lay_out
 from dayzero.cache.views import PoolTokens, PoolViews
 from dayzero.decl import CacheNeed
 from dayzero.ops.cuda import paged_decode, paged_prefill
+from dayzero.ops.cuda.tensor_map import in_pieces_of_16
 from dayzero.view import Paged, Span
 
 
@@ -33,13 +36,12 @@ def test_keys_and_values_of_a_layer(width: int, page: int, taken: bool) -> None:
     q, keys, values = of_a_pool(width, page)
     assert keys.rows.shape[0] != values.rows.shape[0]  # they lie at different places of a block
     assert paged_prefill.takes(q, keys, values) is taken
-    assert paged_decode.takes(q, keys, values) is taken
+    assert paged_decode.takes(q, keys)
 
 
 def test_queries_of_another_type() -> None:
     q, keys, values = of_a_pool(128)
     assert not paged_prefill.takes(q.float(), keys, values)
-    assert not paged_decode.takes(q.float(), keys, values)
 
 
 @pytest.mark.parametrize(("heads", "taken"), [(2, True), (16, True), (18, False)])
@@ -47,5 +49,22 @@ def test_heads_on_a_key_head_of_rows_of_one_token(heads: int, taken: bool) -> No
     """Up to eight: the kernel for chunks takes more."""
     _, keys, values = of_a_pool(64)
     q = torch.zeros(5, heads, 64, dtype=torch.bfloat16)
-    assert paged_decode.takes(q, keys, values) is taken
+    assert paged_decode.takes(q, keys) is taken
     assert paged_prefill.takes(q, keys, values)
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(1, True), (16_384, True), (16_385, False)])
+def test_more_rows_than_shared_memory_orders_are_left_to_triton(rows: int, taken: bool) -> None:
+    """8 bytes a row, rounded up to a power of two, beside 17,168: 232,448 is what a block of an H200 may have."""
+    q, keys, _ = of_a_pool(128)
+    assert paged_decode.takes(q, replace(keys, start=torch.zeros(rows, dtype=torch.int32))) is taken
+
+
+def test_queries_are_packed_where_16_bytes_cannot_be_read_at_once() -> None:
+    x = torch.arange(3 * 4 * 64, dtype=torch.bfloat16).view(3, 4, 64)
+    for fine in (x, x[:, 1:], x[1:]):
+        assert in_pieces_of_16(fine) is fine
+    wide = torch.zeros(3, 4, 65, dtype=torch.bfloat16)
+    for odd in (x.transpose(1, 2), wide[..., :64], wide[..., 1:], x.flatten()[1:513].view(2, 4, 64)):
+        packed = in_pieces_of_16(odd)
+        assert packed.equal(odd) and packed.is_contiguous() and packed.data_ptr() % 16 == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,14 @@ def test_the_demo_needs_no_network(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     import numpy as np
     from PIL import Image
 
+    connect = socket.socket.connect
+
+    def here_alone(one: socket.socket, address: Any) -> None:
+        if one.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1"):
+            raise OSError(f"the demo wanted to reach {address}")
+        connect(one, address)
+
+    monkeypatch.setattr(socket.socket, "connect", here_alone)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert main(["demo", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

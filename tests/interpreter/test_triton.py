@@ -48,3 +48,17 @@ def test_what_is_not_run_here_exists_and_what_is_run_has_a_case() -> None:
     assert set(NOT_HERE) <= known, "a name in NOT_HERE is no variant any more"
     tried = {f"{p.values[0].contract}/{p.values[0].variant}" for p in _pairs()}
     assert tried == known - set(NOT_HERE)
+
+
+@pytest.mark.parametrize("shape", [(3, 0, 64), (3, 5, 0), (0, 5, 64), (2, 5, 64)])
+def test_a_stack_in_tiles_has_a_factor_for_each_matrix(shape: tuple[int, int, int]) -> None:
+    """Also for one without rows or columns, where nothing is laid out."""
+    import torch
+
+    from dayzero.decl import Mxfp4
+    from dayzero.ops.triton.mxfp4 import pack
+
+    experts, rows, columns = shape
+    codes = torch.full((experts, rows, columns // 2), 0x22, dtype=torch.uint8)
+    tiles = pack(Mxfp4(codes, torch.full((experts, rows, columns // 32), 127, dtype=torch.uint8)))
+    assert tiles.shape == shape and tiles.shifts.tolist() == [1.0] * experts

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from dayzero.arch.spec import ModelSpec
 from dayzero.console import Console
 from dayzero.errors import UsageError
 from dayzero.hardware import HARDWARE, record_named
+from dayzero.models.blueprint import blueprint, require_recipe
 from dayzero.ops.experts_tables import TABLES
 from dayzero.ops.tiles import CROSSOVER, crossover_of
+from dayzero.planner.bindings import decide
 from dayzero.planner.plan_report import PlanOptions
 from dayzero.planner.plan_show import show_plan
-from tests.paper.test_planner_plan import plan
+from dayzero.planner.variants import by_contract, reference_findings
+from tests.paper.test_planner_plan import CONFIGS, plan
 
 
 def test_every_use_is_listed_once_with_its_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,10 +53,58 @@ def test_a_device_that_runs_references_is_told_so(tmp_path: Path) -> None:
         assert "plan.operators" not in {f.kind for f in plan(tmp_path, "qwen3_8b", PlanOptions(hardware)).findings}
 
 
+COMPOSED = {
+    "attention.norm_rope_write", "cache.write_latent", "linear.matmul_add", "linear.matmul_glu", "moe.matmul_route",
+    "residual.add_norm", "residual.attn_mix_norm",
+}  # fmt: skip
+
+
+def _called(spec: ModelSpec, hardware: str, dtype: str) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
+    """(contract -> variant -> sites, what the note about references names)."""
+    uses, record = tuple(spec.contracts()), HARDWARE[hardware]
+    bindings = decide(uses, record, dtype, {})
+    notes = reference_findings(bindings, uses, record)
+    return by_contract(bindings, uses), [text for note in notes for text in note.evidence]
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b", "deepseek_v3", "kimi_k3"])
+def test_where_parts_do_the_work_the_operators_of_all_at_once_are_not_named(name: str) -> None:
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    spec = blueprint(config, require_recipe(config)).spec
+    declared = {(use.contract, use.site) for use in spec.contracts() if use.contract not in COMPOSED}
+    assert COMPOSED & {use.contract for use in spec.contracts()} == {u.contract for u in spec.contracts() if u.parts}
+    for hardware, dtype in (("cpu", "bf16"), ("mi355x", "bf16")):
+        found, named = _called(spec, hardware, dtype)
+        assert not COMPOSED & found.keys() and not [t for t in named if t.partition(":")[0] in COMPOSED]
+        listed = [(contract, site) for contract, by in found.items() for sites in by.values() for site in sites]
+        assert set(listed) == declared and len(listed) == len(declared)
+    found, named = _called(spec, "h200", "f32")
+    assert not [text for text in named if text.partition(":")[0] in COMPOSED]
+    assert "linear.matmul_glu" not in found and "linear.matmul" in found
+
+
+def test_parts_that_an_operator_stands_for_are_not_listed(tmp_path: Path) -> None:
+    found = plan(tmp_path, "qwen3_8b", PlanOptions("h200")).operators
+    assert found.keys() & {"rope.apply", "cache.write", "activation.glu", "residual.add"} == set()
+    assert found["norm.rms"] == {"triton": ["layers.0.mixer_norm"]}  # behind no sum
+    assert (
+        len(found["residual.add_norm"]["triton"]) == 2 * 36 and len(found["attention.norm_rope_write"]["triton"]) == 36
+    )
+    assert len(found["linear.matmul"]["few_rows"]) == 36 * 5 and len(found["linear.matmul_glu"]["few_rows"]) == 36
+    asked = {"residual.add@layers.3.add": "reference"}
+    found = plan(tmp_path, "qwen3_8b", PlanOptions("h200", bindings=asked)).operators
+    assert found["residual.add"] == {"reference": ["layers.3.add"]}
+    found = plan(tmp_path, "deepseek_v3", PlanOptions("h200")).operators
+    assert len(found["rope.apply"]["triton"]) == 61 == len(found["cache.write_latent"]["triton"])  # of queries
+    assert found["linear.matmul_f32"] == {"few_rows": ["head"]} and "moe.route" not in found
+    assert not [site for site in found["linear.matmul"]["few_rows"] if site.endswith("shared.down")]
+
+
 def test_what_is_asked_for_is_planned(tmp_path: Path) -> None:
     asked = {"norm.rms": "reference"}
     report = plan(tmp_path, "qwen3_8b", PlanOptions("h200", bindings=asked))
     assert set(report.operators["norm.rms"]) == {"reference"} and report.verdict == "note"
+    assert "residual.add" in report.operators and "residual.add_norm" not in report.operators
     with pytest.raises(UsageError, match="norm.rms has no variant 'swift'"):
         plan(tmp_path, "qwen3_8b", PlanOptions("h200", bindings={"norm.rms": "swift"}))
     with pytest.raises(UsageError, match="--expert-inputs fp4: it must be one of bf16, fp8_128"):

@@ -34,7 +34,13 @@ def check_run(report: LoadReport) -> Iterator[Finding]:
                 measured=first, bound="every request answered, with the tokens asked for",
                 remedy=REMEDIES.get(kind, "See the server's log."),
             )  # fmt: skip
-        if not one.errors:
+        if one.short:
+            yield Finding(
+                "load.tokens", "server", "note", f"{one.level.name}: {asked} requests gave what was asked",
+                measured=f"{one.short} answers ended of themselves before", bound="the tokens asked for",
+                remedy="The server takes ignore_eos without a word, and does not do it: speeds are of shorter answers.",
+            )  # fmt: skip
+        elif not one.errors:
             yield Finding("load.tokens", "server", "pass", f"{one.level.name}: {asked} requests gave what was asked")
         yield from _cached(report, one)
         yield from _late(one)

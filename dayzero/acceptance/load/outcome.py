@@ -14,7 +14,8 @@ class Outcome:
     chunk that carried tokens. prompt_tokens, output_tokens, cached_tokens: as the server counted them, None when it did
     not say. token_ids: ids received, None when the server sends none. error: (kind, sentence) when it failed; kinds:
     ``refused`` (the request itself was wrong), ``http 5xx`` and ``http 429``, ``connection``, ``timeout``, ``stream``,
-    ``engine``, ``tokens`` (not the counts that were asked for)."""
+    ``engine``, ``tokens`` (not the counts that were asked for). finish: why the answer ended, as the server
+    says. short: it ended of itself before it was as long as was asked, at a server that is not held to that."""
 
     request: LoadRequest
     sent: float
@@ -25,6 +26,8 @@ class Outcome:
     cached_tokens: int | None = None
     token_ids: int | None = None
     error: tuple[str, str] | None = None
+    finish: str | None = None
+    short: bool = False
 
     @property
     def ttft(self) -> float:
@@ -54,13 +57,16 @@ class Driver(Protocol):
         """Let go of connections."""
 
 
-def check_counts(outcome: Outcome) -> None:
-    """Hold the counts of a finished request to what was asked. Sets ``outcome.error``."""
+def check_counts(outcome: Outcome, held: bool = True) -> None:
+    """Hold the counts of a finished request to what was asked. Sets ``outcome.error``. held: False for a server that
+    may not know ``ignore_eos`` and take it without a word: an answer that ends of itself is ``outcome.short`` there."""
     asked, out = outcome.request, outcome
     if out.error is not None:
         return
     wrong = []
-    if out.output_tokens != asked.output_tokens:
+    if not held and out.finish == "stop" and out.output_tokens is not None:
+        out.short = out.output_tokens < asked.output_tokens
+    if out.output_tokens != asked.output_tokens and not out.short:
         wrong.append(f"{_said(out.output_tokens)} answer tokens instead of {asked.output_tokens}")
     if asked.prompt_tokens is not None and out.prompt_tokens != asked.prompt_tokens:
         wrong.append(f"{_said(out.prompt_tokens)} prompt tokens instead of {asked.prompt_tokens}")

@@ -27,14 +27,17 @@ COLUMNS = ("level", "ttft ms p50/p90/p99", "tpot ms mean/p50/p99", "itl ms p50/p
 
 @dataclass
 class LevelReport:
-    """runs: one a repeat. errors: kind -> (how many, the first one's sentence), over all repeats."""
+    """runs: one a repeat. errors: kind -> (how many, the first one's sentence), short: answers that ended of themselves
+    (see ``Outcome``), over all repeats."""
 
     level: Level
     runs: list[Figures] = field(default_factory=list)
     errors: dict[str, tuple[int, str]] = field(default_factory=dict)
+    short: int = 0
 
     def add(self, figures: Figures, outcomes: Sequence[Outcome]) -> None:
         self.runs.append(figures)
+        self.short += sum(out.short for out in outcomes)
         counts = Counter(out.error[0] for out in outcomes if out.error is not None)
         firsts = {out.error[0]: out.error[1] for out in reversed(outcomes) if out.error is not None}
         for kind, number in counts.items():

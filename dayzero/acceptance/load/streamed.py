@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     token_ids: list[int] | None = None
+    finish_reason: Any = None
 
 
 class _Event(msgspec.Struct):
@@ -66,12 +68,14 @@ class Served:
 @dataclass(frozen=True)
 class Body:
     """How a request is written down. token_ids: ask for the ids of every chunk, so that tokens without text are seen.
-    extra: fields added to each body."""
+    usual: how an answer is made as long as is asked; empty for a server that refuses it. extra: fields added to each
+    body."""
 
     api: Api
     model: str
     token_ids: bool
     extra: dict[str, Any] = field(default_factory=dict)
+    usual: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
 
     def encode(self, request: LoadRequest) -> bytes:
         prompt: dict[str, Any] = {"prompt": request.prompt}
@@ -82,7 +86,7 @@ class Body:
             **prompt,
             "max_tokens": request.output_tokens,
             "temperature": 0,
-            "ignore_eos": True,
+            **self.usual,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -131,6 +135,8 @@ class Reader:
             delta = choice.delta
             if choice.token_ids is not None:
                 out.token_ids = (out.token_ids or 0) + len(choice.token_ids)
+            if choice.finish_reason is not None:
+                out.finish = str(choice.finish_reason)
             if choice.token_ids or choice.text or (delta is not None and _carries(delta)):
                 out.times.append(now)
 
@@ -167,10 +173,10 @@ def _sentence(error: Any) -> str:
 
 
 class HttpDriver:
-    """Implements ``Driver`` over HTTP. timeout: seconds for one request."""
+    """Implements ``Driver`` over HTTP. timeout: seconds for one request. held: see ``check_counts``."""
 
-    def __init__(self, pool: Pool, body: Body, timeout: float) -> None:
-        self._pool, self._body, self._timeout = pool, body, timeout
+    def __init__(self, pool: Pool, body: Body, timeout: float, held: bool = True) -> None:
+        self._pool, self._body, self._timeout, self._held = pool, body, timeout, held
 
     async def ask(self, request: LoadRequest, due: float | None = None) -> Outcome:
         body = self._body.encode(request)
@@ -189,7 +195,7 @@ class HttpDriver:
         except OSError as error:
             reader.fail("connection", str(error) or type(error).__name__)
         out.ended = time.perf_counter()
-        check_counts(out)
+        check_counts(out, self._held)
         return out
 
     async def close(self) -> None:

@@ -26,6 +26,7 @@ SHAPELESS = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, V
 REFUSALS = (400, 404, 405, 415, 422, 501)  # how servers say that they do not offer something
 NEEDED: Mapping[Api, str] = {"chat": "chat", "completions": "tokenizer"}  # capabilities of a card
 QUESTION = "What is 2 + 2?"
+PROMPT_ROOM = 512  # tokens of the server's limit that are left to a prompt
 A_FEW = 24  # tokens that show whether a model reasons before it answers
 MOST_THINKING, THINKING_SECONDS = 2048, 20.0  # that are waited for, to see how long it reasons
 LAYER_OF_CODE = {"nan_logits": "operator"}  # errors that say themselves whose fault they are
@@ -110,8 +111,10 @@ class Ask:
         return 0 if full.one.finish == "length" else 2 * full.used.completion
 
     def room(self, tokens: int) -> int:
-        """``max_tokens`` for an answer of so many, with what the model reasons before it."""
-        return tokens + self.thinking
+        """``max_tokens`` for an answer of so many, with what the model reasons before it, as far as the server's limit
+        leaves room for it behind a prompt."""
+        limit, wanted = self.card.get("max_model_len"), tokens + self.thinking
+        return max(tokens, min(wanted, limit - PROMPT_ROOM)) if isinstance(limit, int) else wanted
 
     def amount(self, quick: int, release_day: int, long: int) -> int:
         return {"quick": quick, "release-day": release_day, "long": long}[self.profile]

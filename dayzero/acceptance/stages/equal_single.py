@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -10,6 +11,7 @@ from dayzero.acceptance.compare import MARGIN_BUG_NATS, MARGIN_NOISE_NATS
 from dayzero.acceptance.stages.equal_engine import BASE, SERVED, Ran, Subject, engine, options_of, params_of
 from dayzero.acceptance.stages.equal_judge import Limit, compare_all
 from dayzero.arch.record_choice import NARROW
+from dayzero.engine.answer import RequestOutput
 from dayzero.engine.events import Logprobs
 from dayzero.engine.llm import LLM
 from dayzero.engine.request import SamplingParams
@@ -18,6 +20,8 @@ from dayzero.planner.detect import detect
 
 CUTS = (1, 3, 7)  # pieces that are read before an answer is left
 NEXT_TOKENS = 3  # of the answer behind them: so few that what was not ended is still there when it has ended
+PADDED = 3  # requests at once
+GRAPH_STEPS = "graph_steps"  # the engine's counter
 MOST_FLIPPED = 0.02  # of the places whose margin is above a nat
 STREAM_REMEDY = "Look at how pieces are joined: detokenizing across pieces, and tokens of the last output."
 CANCEL_REMEDY = "Look at what ends a request: blocks and slot go back when the last step that names it has retired."
@@ -30,7 +34,8 @@ def single_findings(subject: Subject, base: Ran, limit: Limit, narrow: bool) -> 
         yield _streamed(subject, base, llm)
         yield _cancelled(subject, base, llm)
         wide = _prompt_places(subject, llm)
-    yield _graphs(subject, base, limit)
+        served = _alone_and_at_once(subject, llm)
+    yield _graphs(subject, served, limit)
     if not narrow:
         claim = "quantised rows keep the likeliest token where it is clear"
         yield Finding("equal.narrow_error", "cache", "not applicable", claim, "no rows of this model can be quantised")
@@ -93,17 +98,43 @@ def _cancelled(subject: Subject, base: Ran, llm: LLM) -> Finding:
     )
 
 
-def _graphs(subject: Subject, base: Ran, limit: Limit) -> Finding:
-    claim = "eager = graph"
-    if detect()[0].target == "cpu":
-        return Finding("equal.graphs", "compiler", "not applicable", claim, "a CPU records no graphs")
-    with engine(subject, SERVED, graphs="off") as llm:
-        eager = [llm.generate([p], params_of(subject, BASE, n))[0] for n, p in enumerate(subject.prompts())]
-    tally = compare_all(base.rounds[0], eager, limit, sampled=False)
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """outputs: of all prompts alone, then of some at once. steps: of them that were recorded ones."""
+
+    outputs: list[RequestOutput]
+    steps: int
+
+
+def _alone_and_at_once(subject: Subject, llm: LLM) -> _Answers:
+    """Three at once, so that a recording of four rows has one that is padding."""
+    prompts = subject.prompts()
+    params = [params_of(subject, BASE, number) for number in range(len(prompts))]
+    before = llm.progress().counters.get(GRAPH_STEPS, 0)
+    outputs = [llm.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    outputs += llm.generate(prompts[:PADDED], params[:PADDED])
+    return _Answers(outputs, int(llm.progress().counters.get(GRAPH_STEPS, 0) - before))
+
+
+def _graphs(subject: Subject, served: _Answers, limit: Limit) -> Finding:
+    """A CPU serves without recordings; there the same steps are recorded to be called again: the tables, buckets and
+    padding of a graph, at addresses that never change, without the graph itself."""
+    claim, cpu = "eager = graph", detect()[0].target == "cpu"
+    if not cpu and not served.steps:
+        return Finding("equal.graphs", "compiler", "not applicable", claim, "this engine records no step")
+    plain = options_of(dict(BASE) | {"path": SERVED})
+    with engine(subject, SERVED, graphs="static" if cpu else "off", **plain) as llm:
+        other = _alone_and_at_once(subject, llm)
+    eager, recorded = (served, other) if cpu else (other, served)
+    tally = compare_all(recorded.outputs, eager.outputs, limit, sampled=False)
+    if not recorded.steps:
+        tally.wrong.append("no step was one that is recorded")
     bad = not tally.passed(limit)
+    how = "recorded and called again" if cpu else "of graphs"
     return Finding(
         "equal.graphs", "compiler", "fail" if bad else "pass", claim,
-        tally.wrong[0] if tally.wrong else f"{tally.places} tokens, {len(tally.parted)} parted at near ties",
+        tally.wrong[0] if tally.wrong
+        else f"{tally.places} tokens, {recorded.steps} steps {how}, {len(tally.parted)} parted at near ties",
         f"{limit.nats:.1e} nat: {limit.why}", tuple(tally.wrong),
         "Look at what a graph reads that is not in the step's view, and at its bucket's padding." if bad else "",
     )  # fmt: skip

@@ -7,7 +7,8 @@ something is wrong.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dayzero.acceptance.stages.answers import CHAT, Api, Refused, Reply
@@ -32,6 +33,8 @@ PROMPTS = (
 REMEDIES = {
     "cache": "The first answer was computed, later ones may be from the prefix cache: serve without it and compare.",
     "operator": "Check that temperature 0 takes the likeliest token, and that a result hangs on nothing beside it.",
+    "scheduler": "Alone the answer is the same again, so it depends on its company: serve with --bind '*=reference', "
+    "then with --max-running 1, to tell operator and scheduler apart.",
     "server": "Compare the chunks with the whole answer: what is cut, doubled, or put into another field?",
 }
 TIES = "Rounding decides here, if this is rare: look at the margins, not at the answers."
@@ -41,11 +44,13 @@ RARE = 1 / 3  # of all comparisons; where more end at ties, it is no rounding
 @dataclass(frozen=True)
 class Parted:
     """Where an answer leaves the first one. place: in tokens, -1 where only the text is known. margin: between the two
-    likeliest tokens there; None: the server does not tell. bound: margins up to it are ties."""
+    likeliest tokens there; None: the server does not tell. bound: margins up to it are ties. company: asked once more,
+    with nobody beside it, it did not leave the first one."""
 
     place: int
     margin: float | None
     bound: float
+    company: bool = False
 
     @property
     def tie(self) -> bool:
@@ -105,7 +110,22 @@ def _compare(ask: Ask, api: Api, prompt: Any) -> tuple[list[Parted | None], list
     # the first one is computed; those behind it come at once, and may come from a cache
     ways = [*[ask.whole] * REPEATS, ask.streamed]
     *repeats, stream = at_once(lambda way: way(api, prompt, **_fields(ask)), ways, len(ways))
-    return [parted(ask, api, prompt, first, one) for one in repeats], [parted(ask, api, prompt, first, stream)]
+    again = [parted(ask, api, prompt, first, one) for one in repeats]
+    streams = [parted(ask, api, prompt, first, stream)]
+    return _told_apart(ask, api, prompt, first, again, ask.whole), _told_apart(
+        ask, api, prompt, first, streams, ask.streamed
+    )
+
+
+def _told_apart(
+    ask: Ask, api: Api, prompt: Any, first: Reply, found: list[Parted | None], way: Callable[..., Reply]
+) -> list[Parted | None]:
+    """What is no tie may come of what was asked beside it: ``found`` with whether it did, which is asked for."""
+    if not any(one is not None and not one.tie for one in found):
+        return found
+    alone = parted(ask, api, prompt, first, way(api, prompt, **_fields(ask)))
+    company = alone is None or alone.tie
+    return [one and replace(one, company=company) for one in found]
 
 
 def parted(ask: Ask, api: Api, prompt: Any, first: Reply, other: Reply) -> Parted | None:
@@ -132,6 +152,8 @@ def _judge(ask: Ask, out: Checks, kind: str, claim: str, found: list[Parted | No
     measured = f"{len(odd)} of {len(found)} differ" + (f" ({shown(odd)})" if odd else "")
     # the first answer is the cold one: when all later ones differ from it, and not only some, the cache is at fault
     where = layer or ("operator" if 0 < len(odd) < len(found) else "cache")
+    if real and all(one.company for one in real):
+        where = "scheduler"
     out.judge(
         kind, claim, not odd, measured,
         f"equal, but for rare places where the two likeliest lie within {ask.rounding:.2g} nat",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,7 +16,7 @@ from dayzero.acceptance.prompt import TEXT
 from dayzero.acceptance.stages.answers import Api
 from dayzero.acceptance.stages.asking import OWNER
 from dayzero.acceptance.stages.metrics import CACHE, read_labels
-from dayzero.acceptance.stages.robust_ask import Asker, Prompt
+from dayzero.acceptance.stages.robust_ask import Asker, Completion, Prompt
 from dayzero.arch.index import Index, LocalIndex
 from dayzero.arch.mixers import MLA, Attention
 from dayzero.arch.rope import BandScaling, Yarn
@@ -27,6 +28,8 @@ from dayzero.planner.placement import PaperModel, read_model
 
 SAFE_VOCAB = 256  # ids that every vocabulary has
 APIS: tuple[Api, ...] = ("completions", "chat")  # in the order of what can be measured there
+BUSY = (0, 429, 503)  # statuses of a server that may answer the same request a moment later; 0: none came
+SETTLE_TRIES, SETTLE_SECONDS = 3, 0.5  # further requests in all, and the pause before each
 LEAST_TOKENS = 4  # below, there is no length before and behind a threshold
 
 
@@ -191,15 +194,24 @@ def settle(asker: Asker) -> None:
     """Find out how this server wants to be asked: by token ids where it takes them and sends them back, else by text;
     by completions where there are any, else in conversations; with ``ignore_eos`` where it is not refused. What it
     takes it is asked by, whatever shape its answer has; one that takes nothing stays as it is, and its silence is found
-    by whoever asks."""
-    if (found := asker.complete([5, 6, 7], 1, return_token_ids=True)).good and len(found.tokens) == 1:
+    by whoever asks. A busy moment (BUSY) says nothing of how it wants to be asked: so often it is asked again."""
+    left = SETTLE_TRIES
+
+    def asked(prompt: Prompt, **more: Any) -> Completion:
+        nonlocal left
+        while (found := asker.complete(prompt, 1, **more)).status in BUSY and left > 0:
+            left -= 1
+            time.sleep(SETTLE_SECONDS)
+        return found
+
+    if (found := asked([5, 6, 7], return_token_ids=True)).good and len(found.tokens) == 1:
         asker.ids = True
         return
     was = asker.api, asker.usual
     for api in APIS:
         for usual in (was[1], {}):
             asker.api, asker.usual = api, usual
-            if asker.complete("Hi.", 1).status == 200:
+            if asked("Hi.").status == 200:
                 return
     asker.api, asker.usual = was
 

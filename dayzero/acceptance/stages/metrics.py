@@ -24,7 +24,7 @@ def samples_of(answer: Answer) -> list[Sample] | None:
         return None
     try:
         families = list(text_string_to_metric_families(answer.body.decode("utf-8", "replace")))
-    except ValueError:
+    except (ValueError, LookupError):  # a label without a name is an IndexError of the parser
         return None
     return [sample for family in families for sample in family.samples]
 

@@ -92,7 +92,7 @@ def run(context: Context) -> StageResult:
         if side.report is not None:
             figures += _pictures(side, side.report)
     oracle_TV = main.floors["f32"].clean_TV if why else Trace(_trace(context, main)).get("logits")
-    floor = _first(main.floors[served.dtype], len(served.tokens))
+    floor = main.floors[served.dtype].first(len(served.tokens))
     findings += served_findings(main.prefix, served, oracle_TV, floor)
     figures.append(_served_picture(main, served, oracle_TV, floor))
     errors = expert_errors(main.model, served.tokens, EXPERT_LAYERS[context.profile], available_bytes() // 4)
@@ -192,10 +192,6 @@ def _side_findings(side: _Side, why: str) -> list[Finding]:
         claim = "quantised rows of the cache lose what their format predicts"
         return [*found, Finding(f"{prefix}.record", "cache", "not applicable", claim, NOTHING_PACKED)]
     return [*found, *record_findings(prefix, side.narrow)]
-
-
-def _first(floor: Floor, count: int) -> Floor:
-    return Floor(floor.dtype, floor.clean_TV[:count], floor.noisy_TV[:count])
 
 
 def _pictures(side: _Side, report: AlignReport) -> list[Figure]:

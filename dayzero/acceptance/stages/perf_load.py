@@ -87,7 +87,8 @@ class Opened:
 
     def __init__(self, server: RunningServer, known: Known, timeout: float) -> None:
         self._pool = Pool(Address.parse(server.address), dict(server.headers))
-        self.driver: Driver = HttpDriver(self._pool, Body(known.asker.api, server.model, known.ids), timeout)
+        body = Body(known.asker.api, server.model, known.ids, usual=known.asker.usual)
+        self.driver: Driver = HttpDriver(self._pool, body, timeout, held=known.own)
 
     def __enter__(self) -> Opened:
         return self

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 from dayzero.acceptance.accept.stage import Context, Figure, Stage, StageResult
 from dayzero.acceptance.load.figures import medians
 from dayzero.acceptance.load.judge import LEAST_REPEATS, check_run
 from dayzero.acceptance.load.outcome import Outcome
-from dayzero.acceptance.load.report import LoadReport
+from dayzero.acceptance.load.report import LevelReport, LoadReport
 from dayzero.acceptance.load.target import check_loopback
 from dayzero.acceptance.load.wire import Address
 from dayzero.acceptance.stages import perf_floor
@@ -37,7 +38,13 @@ def run(context: Context) -> StageResult:
     plan = plan_for(context.profile, known)
     with context.progress("load") as bar:
         report, pairs = measure(server, known, plan, context.seed, bar.note)
-    found = [*check_run(report), *_speeds(report), _together(report)]
+    together = _together(report)
+    if together.verdict == "fail":  # one look at a busy machine is no fault
+        best = max(report.levels[1:], key=_output).level.concurrency or 1
+        few = replace(plan, levels=(plan.levels[0], best), repeats=LEAST_REPEATS, pairs=0)
+        with context.progress("load, again") as bar:
+            together = _together(measure(server, known, few, context.seed + 1, bar.note)[0])
+    found = [*check_run(report), *_speeds(report), together]
     found += [_hits(known, pairs, plan), _hit_speed(pairs), *regression(report, context.baseline)]
     drawn, device = curves(report), _device(context)
     if known.paper is None:
@@ -78,9 +85,14 @@ _SAID = (("TTFT p50", "ttft_p50_ms", "ms"), ("p99", "ttft_p99_ms", "ms"), ("TPOT
          ("output", "output_tok_s", "tok/s"))  # fmt: skip
 
 
+def _output(one: LevelReport) -> float:
+    """Output tokens a second, the median of all runs."""
+    return medians(one.runs)["output_tok_s"] or 0.0
+
+
 def _together(report: LoadReport) -> Finding:
     """Batching that costs more than it brings is a scheduler's fault."""
-    rates = [(one.level.name, medians(one.runs)["output_tok_s"] or 0.0) for one in report.levels]
+    rates = [(one.level.name, _output(one)) for one in report.levels]
     (_, alone), (name, most) = rates[0], max(rates[1:], key=lambda rate: rate[1])
     good = most >= SPREAD * alone and most > 0
     return Finding(

@@ -24,7 +24,6 @@ FIELDS: Mapping[str, dict[str, Any]] = {
     "temperature below 0": {"temperature": -1},
     "top_p above 1": {"top_p": 7},
     "max_tokens as text": {"max_tokens": "many"},
-    "max_tokens below 0": {"max_tokens": -5},
     "n of 0": {"n": 0},
     "stop of numbers": {"stop": [5]},
     "logit_bias of words": {"logit_bias": {"word": "much"}},
@@ -53,8 +52,12 @@ TEXT_FIELDS: Mapping[str, dict[str, Any]] = {
     "an empty list of ids": {"prompt": [[]]},
     "logprobs without end": {"logprobs": 10**6},
 }
-# What would keep a server busy for good where it is taken, so it is sent to our own alone.
-ENDLESS: Mapping[str, dict[str, Any]] = {"max_tokens without end": {"max_tokens": 10**30}}
+# What would keep a server busy for good where it is taken, so it is sent to our own alone; some read a number below 0
+# as no limit.
+ENDLESS: Mapping[str, dict[str, Any]] = {
+    "max_tokens without end": {"max_tokens": 10**30},
+    "max_tokens below 0": {"max_tokens": -5},
+}
 # What servers are known to take, and give what they think is meant.
 LENIENT = frozenset({
     "stream as text", "a penalty out of range", "an unknown role", "required without tools", "n of 0",
@@ -219,7 +222,7 @@ def _unknown(ask: Ask, out: Checks) -> None:
 def _streamed(ask: Ask, out: Checks) -> None:
     """A client that reads events of a stream which is none never learns what was wrong."""
     for api in ask.apis:
-        answer = ask.post(api, "Hello.", max_tokens=-5, stream=True)
+        answer = ask.post(api, "Hello.", max_tokens=1, temperature="hot", stream=True)
         kind = answer.headers.get("content-type", "")
         told = 400 <= answer.status < 500 and kind.startswith("application/json")
         within = answer.ok and any("error" in chunk for chunk in answer.chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -159,7 +160,7 @@ def _margin(score: Score) -> float:
 
 
 def _of_token(entry: Any, token: int) -> float | None:
-    """The token's own log-probability among the candidates for its place."""
+    """The token's own log-probability among the candidates for its place; one that is no number is none."""
     found = entry.get(str(token)) if isinstance(entry, dict) else None
     value = found.get("logprob") if isinstance(found, dict) else None
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -50,13 +50,14 @@ LEAVES_WITHIN = 0.3  # of the time that a whole answer takes: a client that leav
 @dataclass(frozen=True)
 class Storm:
     """clients: that vanished. before, after: the answer to one prompt. left: what is held (see ``held``). ends: how the
-    answers that were begun have ended, by the server's own counters; empty where it has none."""
+    answers that were begun have ended, by the server's own counters; empty where it has none. exact: see ``Known``."""
 
     clients: int
     before: Completion
     after: Completion
     left: dict[str, float] | None
     ends: Mapping[str, float] = field(default_factory=dict)
+    exact: bool = True
 
 
 def storm(known: Known, clients: int, seed: int) -> Storm:
@@ -76,7 +77,7 @@ def storm(known: Known, clients: int, seed: int) -> Storm:
     at_once(client, deals, STORM_WORKERS)
     left = held(known.asker)
     ended = {name: count - begun.get(name, 0.0) for name, count in read_ends(known.asker.client).items()}
-    return Storm(clients, before, known.asker.complete(prompt, 8, logprobs=2), left, ended)
+    return Storm(clients, before, known.asker.complete(prompt, 8, logprobs=2), left, ended, known.exact)
 
 
 @dataclass(frozen=True)

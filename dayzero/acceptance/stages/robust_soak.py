@@ -28,21 +28,22 @@ SHARED_TOKENS, OWN_TOKENS = 90, 60
 USER = {"role": "user", "content": "x"}
 BAD: Mapping[Api, tuple[Mapping[str, Any], ...]] = {
     "completions": (
-        {"prompt": "x", "max_tokens": -1}, {"prompt": [[]], "max_tokens": 1}, {"prompt": "x", "temperature": "hot"},
-        {"prompt": {"a": 1}}, {"model": "nobody", "prompt": "x"},
+        {"prompt": [[]], "max_tokens": 1}, {"prompt": "x", "temperature": "hot"}, {"prompt": {"a": 1}},
     ),
     "chat": (
-        {"messages": [USER], "max_tokens": -1}, {"messages": []}, {"messages": [USER], "temperature": "hot"},
-        {"messages": {"a": 1}}, {"model": "nobody", "messages": [USER]},
+        {"messages": []}, {"messages": [USER], "temperature": "hot"}, {"messages": {"a": 1}},
     ),
 }  # fmt: skip
 # What keeps a server busy for good where it is taken, so it is sent to our own alone (as ``refusals.ENDLESS``).
 ENDLESS: Mapping[str, Any] = {"max_tokens": 10**9}
+# And what other servers are known to take: some read a number below 0 as no limit, which is as much as ENDLESS, and one
+# that serves a single model may not look at its name (as ``refusals._model``).
+OURS: tuple[Mapping[str, Any], ...] = (ENDLESS, {"max_tokens": -1}, {"model": "nobody"})
 
 
 def bad_requests(known: Known) -> list[Mapping[str, Any]]:
     """Fields that make a good request one that no server may take."""
-    return [*BAD[known.asker.api], *([ENDLESS] if known.own else [])]
+    return [*BAD[known.asker.api], *(OURS if known.own else ())]
 
 
 @dataclass
@@ -174,7 +175,7 @@ def leave(
 
 def held(asker: Asker, seconds: float = SETTLE_SECONDS) -> dict[str, float] | None:
     """What is still held once the load has ended and ``seconds`` were given: all zero when it is as it should be. None
-    where the server does not say."""
+    where the server does not say, which is known at once."""
     last: dict[str, float] = {}
 
     def nothing() -> bool:
@@ -183,6 +184,8 @@ def held(asker: Asker, seconds: float = SETTLE_SECONDS) -> dict[str, float] | No
         last = {name: seen[name] for name in HELD if name in seen}
         return bool(last) and not any(last.values())
 
+    if nothing() or not last:
+        return last or None
     eventually(nothing, seconds, every=0.2)
     return last or None
 

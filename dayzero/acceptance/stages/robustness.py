@@ -110,10 +110,10 @@ def _loaded(
     found += judge.flood(robust_load.flood(known.asker, size.flood, seed, known.own))
     told("more and more at once")
     rounds = robust_load.scale(server, known, size.levels, size.timeout, seed)
-    if judge.falls(size.levels, rounds):  # one look at a busy machine is no cliff
+    if known.exact and judge.falls(size.levels, rounds):  # one look at a busy machine is no cliff
         told("more and more at once, again")
         rounds += robust_load.scale(server, known, size.levels, size.timeout, seed + 1, MORE_ROUNDS)
-    found += judge.scale(size.levels, rounds)
+    found += judge.scale(size.levels, rounds, known.exact)
     told(f"{size.burst} requests in one burst")
     room = RUNNING + WAITING if context.services.own else None
     found += judge.burst(robust_load.burst(known, size.burst, seed), room)

@@ -20,6 +20,8 @@ from dayzero.acceptance.stages.softmax import (
     Told,
     chance_of,
     clear_cut,
+    clear_cuts,
+    clear_of,
     draws_for,
     inside,
     likeliest,
@@ -33,6 +35,8 @@ NUM_TOP = 20  # the most that the API has
 LEAST_CHANCE = 1e-3
 TEMPERATURES = (0.3, 1.5)
 ALMOST_NEVER = 1e-9
+TOP_K = 3  # or as near to it as a cut does not hang on rounding
+TIED = "no two stated chances lie so far apart that rounding could not exchange them"
 MORE = 14  # times the usual number of draws, at most
 PROMPTS = ("Once upon a time there was a", "The best thing about it is", "My favourite number is", "I think that")
 REMEDY = "Compare the sampler's temperature, its cuts and its random numbers with the reference sampler."
@@ -60,8 +64,10 @@ def _distribution(ask: Ask, out: Checks) -> None:
     _follow(ask, out, "sampling.softmax", claim, told, expected, {"temperature": 1})
     if told.hidden:
         out.skip("sampling.top-p", "top_p cuts the softmax", "tokens without a text of their own are told by none")
+    elif (cut := nucleus(told.chances, clear_of(ask.rounding))) is None:
+        out.skip("sampling.top-p", "top_p cuts the softmax", TIED)
     else:
-        top_p, kept = nucleus(told.chances)
+        top_p, kept = cut
         _follow(
             ask, out, "sampling.top-p", f"top_p {top_p:.3f} leaves {len(kept)} tokens, and their chances as they were",
             told, kept, {"temperature": 1, "top_p": top_p}, {},
@@ -73,13 +79,18 @@ def _distribution(ask: Ask, out: Checks) -> None:
 
 def _top_k(ask: Ask, out: Checks, told: Told) -> bool:
     """Whether top_k cuts as it must."""
-    claim = "top_k 3 leaves three tokens, and their chances as they were"
+    claim = "top_k leaves so many tokens, and their chances as they were"
     if not told.whole:
         out.skip("sampling.top-k", claim, "tokens without a text of their own are told by none")
         return False
+    count = min(clear_cuts(told, clear_of(ask.rounding)), key=lambda n: abs(n - TOP_K), default=0)
+    if not count:
+        out.skip("sampling.top-k", claim, TIED)
+        return False
+    claim = f"top_k {count} leaves {count} tokens, and their chances as they were"
     try:
-        fields = {"temperature": 1, "top_k": 3}
-        return _follow(ask, out, "sampling.top-k", claim, told, likeliest(told, 3, 1), fields, {})
+        fields = {"temperature": 1, "top_k": count}
+        return _follow(ask, out, "sampling.top-k", claim, told, likeliest(told, count, 1), fields, {})
     except Refused as error:
         if ask.ours:
             raise
@@ -93,7 +104,7 @@ def _temperature(ask: Ask, out: Checks, found: list[Told], temperature: float, c
     name, claim = f"sampling.temperature-{temperature:g}", f"temperature {temperature:g} shapes the softmax as it must"
     others = (1.0, temperature**2) if temperature < 1 else (1.0,)
     told_by = [max((draws_for(likeliest(one, n, temperature), likeliest(one, n, other)), n, other) for other in others)
-               + (one,) for one in found if cuts and (n := clear_cut(one)) > 2]  # fmt: skip
+               + (one,) for one in found if cuts and (n := clear_cut(one, clear_of(ask.rounding))) > 2]  # fmt: skip
     if not told_by:
         _follow(ask, out, name, claim, found[0], tempered(found[0].chances, temperature), {"temperature": temperature})
         return
@@ -219,7 +230,8 @@ def _seeds(ask: Ask, out: Checks) -> None:
         drawn = [{} if seed is None else {"seed": seed} for seed in seeds]
         return at_once(lambda more: ask.whole(api, PROMPTS[0], **fields, **ignore, **more).one.said, drawn, len(drawn))
 
-    one = [*said([11]), *said([11, 11])]
+    # one after the other: where kernels depend on the batch, company changes the logits that are drawn from
+    one = [answer for _ in range(3) for answer in said([11])]
     out.judge(
         "sampling.seed", "a seed gives the same answer again", len(set(one)) == 1,
         f"{len(set(one))} answers to 3 requests with one seed", 1, remedy="Draw from the request's seed alone.",

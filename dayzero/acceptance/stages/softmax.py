@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, exp, sqrt
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from dayzero.acceptance.stages.answers import Api
 OTHER = "(other)"
 DRAWS = 20_000  # of the multinomial distribution, for the chance of a statistic
 LEAST_EXPECTED = 1.0  # of one kind; rarer ones are counted together
-CLEAR = 1.01  # one chance over the next, where rounding cannot exchange them
+CLEAR = 1.01  # one chance over the next at least, where rounding cannot exchange them (see ``clear_of``)
 LEAST_SHARE = 1e-9
 
 
@@ -94,12 +94,23 @@ def inside(told: Told, temperature: float) -> float:
     return powers / (powers + hidden + rest)
 
 
-def nucleus(chances: Mapping[Hashable, float]) -> tuple[float, dict[Hashable, float]]:
-    """A top_p whose set is well inside what is stated and does not hang on rounding, and that set with its chances."""
+def clear_of(rounding: float) -> float:
+    """By how much one stated chance must be over the next for rounding not to exchange them. rounding: how far two
+    log-probabilities that are the same may lie apart, in nat (``ties.bound_of``)."""
+    return max(CLEAR, exp(rounding))
+
+
+def nucleus(chances: Mapping[Hashable, float], clear: float = CLEAR) -> tuple[float, dict[Hashable, float]] | None:
+    """A top_p whose set is well inside what is stated and does not hang on rounding, and that set with its chances.
+    None: behind no set there is a clear step, so that another token may stand in for its last."""
     keys = sorted(chances, key=lambda key: -chances[key])
     sums = np.cumsum([chances[key] for key in keys])
     # the cut falls in the middle of a token: the one that crosses top_p is the last that stays
-    size = 1 + max(range(1, max(2, len(keys) // 2)), key=lambda n: chances[keys[n]])
+    inner = range(1, max(2, len(keys) // 2))
+    steps = [n for n in inner if n + 1 < len(keys) and chances[keys[n]] > clear * chances[keys[n + 1]]]
+    if not steps:
+        return None
+    size = 1 + max(steps, key=lambda n: chances[keys[n]])
     top_p = float((sums[size - 2] + sums[size - 1]) / 2)
     kept = {key: chances[key] / float(sums[size - 1]) for key in keys[:size]}
     return top_p, kept
@@ -115,13 +126,16 @@ def likeliest(told: Told, count: int, temperature: float) -> dict[Hashable, floa
     return {key: power / total for key, power in powers.items()}
 
 
-def clear_cut(told: Told) -> int:
-    """How many of the likeliest tokens there are before the last clear step from one stated chance to the next: which
-    ones ``top_k`` of that number leaves does not hang on rounding. 0: there is no such step, or not all are stated."""
-    if not told.whole:
-        return 0
-    p = [chance for _, chance in told.listed]
-    return max((n for n in range(2, len(p)) if p[n - 1] > CLEAR * p[n]), default=0)
+def clear_cuts(told: Told, clear: float = CLEAR) -> list[int]:
+    """How many of the likeliest tokens there are before each clear step from one stated chance to the next: which ones
+    ``top_k`` of that number leaves does not hang on rounding. Empty: there is no such step, or not all are stated."""
+    p = [chance for _, chance in told.listed] if told.whole else []
+    return [n for n in range(2, len(p)) if p[n - 1] > clear * p[n]]
+
+
+def clear_cut(told: Told, clear: float = CLEAR) -> int:
+    """The last of ``clear_cuts``; 0 where there is none."""
+    return max(clear_cuts(told, clear), default=0)
 
 
 def draws_for(right: Mapping[Hashable, float], wrong: Mapping[Hashable, float]) -> int:

@@ -174,7 +174,7 @@ def _round_trip(ask: Ask, out: Checks) -> None:
 
 
 def _none(ask: Ask, out: Checks) -> None:
-    reply = ask.whole("chat", [USER], **_fields(ask, tools=[WEATHER], tool_choice="none", max_tokens=24))
+    reply = ask.whole("chat", [USER], **_fields(ask, tools=[WEATHER], tool_choice="none"))
     out.judge(
         "tools.none", "tool_choice none gives no call", not reply.one.calls and reply.one.finish != "tool_calls",
         reply.one.finish, "no tool_calls", remedy="Offer no tools, and parse no call, with tool_choice none.",

@@ -202,7 +202,7 @@ CHECKS: Sequence[Check] = (
           "every module is stored as the config claims", _formats, _without_both, 0),
     Check(("quantization.scale",), "weights", "the scales that were read are finite and not all zero", _formats,
           _no_scales, 0),
-    Check(("quantization.shape",), "weights", "every shape can be held by the format claimed for it", _formats,
+    Check(("quantization.shape",), "config", "every shape can be held by the format claimed for it", _formats,
           _unquantised, 0),
     Check(("quantization.unread", "quantization.no_hit"), "config",
           "every key of the quantisation config is read, and its entries name modules of this model",

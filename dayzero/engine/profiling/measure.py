@@ -22,6 +22,7 @@ from dayzero.engine.runner import LocalRunner
 from dayzero.engine.step_driver import StepDriver, Taken
 from dayzero.errors import UsageError
 from dayzero.planner.detect import detect
+from dayzero.units import ceil_div
 
 SEED = 23
 WARM_STEPS = 2
@@ -50,6 +51,14 @@ class Phase:
         if self.decode:
             return f"decode, batch {self.rows}, context {self.tokens:,}"
         return f"prefill, {self.tokens:,} tokens"
+
+    def answer_tokens(self, step_tokens: int) -> int:
+        """What each request answers beside its ``tokens`` where a step has at most ``step_tokens`` in all."""
+        if not self.decode:
+            return 1
+        # Those whose prompts are done first decode while the last ones are still computed.
+        meanwhile = 2 * self.rows + ceil_div(self.rows * self.tokens, max(1, step_tokens - self.rows))
+        return ANSWER_TOKENS + meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +127,8 @@ class Bench:
     def _decode(self, phase: Phase, told: Callable[[str], None]) -> Measured:
         with self._driver() as driver:
             told("computing the context")
-            # Those whose prompts are done first decode while the last ones are still computed.
-            step = max(1, self._config.max_step_tokens - phase.rows)
-            meanwhile = 2 * phase.rows + -(-phase.rows * phase.tokens // step)
-            driver.add(driver.random_prompts(phase.rows, phase.tokens, SEED), ANSWER_TOKENS + meanwhile)
+            answers = phase.answer_tokens(self._config.max_step_tokens)
+            driver.add(driver.random_prompts(phase.rows, phase.tokens, SEED), answers)
             _until_decoding(driver, phase.rows)
 
             def one() -> Steps:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dayzero.ops.cuda.build import load
-from dayzero.ops.cuda.tensor_map import TensorMap, can_map, is_page, map_of
+from dayzero.ops.cuda.tensor_map import TensorMap, can_map, in_pieces_of_16, is_page, map_of
 from dayzero.view import Paged
 
 WIDTH, VALUE = 576, 512
@@ -57,8 +57,7 @@ def latent(
     parts: in how many a row is split at most; 0: so many that the device is busy.
     """
     tokens, heads = q_THC.shape[:2]
-    if q_THC.stride(2) != 1 or q_THC.stride(0) % 8 or q_THC.stride(1) % 8 or q_THC.data_ptr() % 16:
-        q_THC = q_THC.contiguous()
+    q_THC = in_pieces_of_16(q_THC)
     out_THR = q_THC.new_empty(tokens, heads, VALUE)
     lse_TH = torch.empty(tokens, heads, dtype=torch.float32, device=q_THC.device)
     if tokens == 0:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dayzero.ops.activation import KINDS
+from dayzero.ops.activation import NUMBERS, activation_of
 from dayzero.ops.cuda import build
 from dayzero.ops.cuda.build import Kernel, load
 from dayzero.ops.vendor import torch_cuda
@@ -25,7 +25,6 @@ def check_machine() -> None:
 
 
 NO_GLU = -1
-WORDS = ("limit", "alpha", "beta", "linear_beta")  # constants of an activation, as the kernel takes them
 
 
 class Setting(NamedTuple):
@@ -99,7 +98,7 @@ def _setting(x: Tensor, w: Tensor) -> Setting | None:
 class _Constants(ctypes.Structure):
     """Of an activation, as the kernel takes them."""
 
-    _fields_ = tuple((word, ctypes.c_float) for word in WORDS)
+    _fields_ = tuple((word, ctypes.c_float) for word in NUMBERS)
 
 
 def _few(
@@ -108,9 +107,9 @@ def _few(
 ) -> Tensor:  # fmt: skip
     """activation: of the products with the two halves of w. added: what the product is added to. None: none."""
     lead, (outputs, inputs) = x.shape[:-1], w.shape
-    glu, made = NO_GLU, 16 * setting.tiles
+    glu, numbers, made = NO_GLU, [0.0] * len(NUMBERS), 16 * setting.tiles
     if activation is not None:
-        glu, outputs, made = KINDS.index(activation["kind"]), outputs // 2, made // 2
+        (glu, numbers), outputs, made = activation_of(activation), outputs // 2, made // 2
     x = x.reshape(-1, inputs)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
@@ -122,9 +121,8 @@ def _few(
     # In a graph weights are there already, so they may be asked for while the kernel ahead still runs.
     overlap = torch.cuda.is_current_stream_capturing()
     grid, threads = (-(-outputs // made),), 32 * setting.warps
-    constants = _Constants(*(float((activation or {}).get(word, 0)) for word in WORDS))
     forms = {"OUT_F32": int(dtype == torch.float32), "BIAS": kind, "GLU": glu, "ADDED": int(added is not None)}
-    kernel = _kernel(setting, (rows + 7) // 8, forms)
+    kernel, constants = _kernel(setting, (rows + 7) // 8, forms), _Constants(*numbers)
     kernel(grid, threads, (x, w, bias, y, rows, outputs, inputs, *strides, constants, added), overlap=overlap)
     return y.view(*lead, outputs)
 

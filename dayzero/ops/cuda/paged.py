@@ -55,8 +55,9 @@ def paged(
 def _decode(
     q_THD: Tensor, keys: Paged, values: Paged, out_THD: Tensor, lse_TH: Tensor, options: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Which kernels these rows have follows from shapes of heads and records, never from how many rows there are."""
-    if paged_decode.takes(q_THD, keys, values):
+    """Which kernels these rows have follows from shapes of heads and records, and from how many rows a step has only
+    where these are more than ``paged_decode`` can order (16,384)."""
+    if paged_decode.takes(q_THD, keys):
         paged_decode.decode(q_THD, keys, values, out_THD, lse_TH, options)
         return
     options = options | {"sinks_H": None if options["sinks_H"] is None else options["sinks_H"].contiguous()}

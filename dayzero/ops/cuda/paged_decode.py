@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from dayzero.ops.cuda.build import load
-from dayzero.ops.cuda.tensor_map import can_map, is_page
+from dayzero.ops.cuda.tensor_map import in_pieces_of_16
 from dayzero.view import Paged
 
 SPLITS, LEAST = 16, 256  # a row has at most so many parts, of at least so many keys
 WARPS, KEYS = 4, 16  # of a block; keys of a warp's tile
 RESIDENT = {64: 6, 128: 4}  # blocks of a multiprocessor by width: as many as have registers
 MOST_HEADS = 8  # that share a key head: columns of a matrix product
+MOST_SHARED = 227 << 10  # bytes of shared memory that a block may have
 _SINKS = {torch.float32: 1, torch.bfloat16: 2}
 _PTR, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -36,14 +37,16 @@ class _Call(ctypes.Structure):
     )
 
 
-def takes(q_THD: Tensor, keys: Paged, values: Paged) -> bool:
-    """Whether the kernels read such rows: bf16, keys as wide as values, 64 or 128, up to 8 query heads on a key head,
-    pages as in ``is_page``."""
-    rows = keys.rows
-    if keys.codec is not None or values.codec is not None or rows.dim() != 4 or q_THD.dtype != torch.bfloat16:
-        return False
-    fits = rows.shape[1:] == values.rows.shape[1:] and rows.shape[3] in RESIDENT and is_page(rows.shape[1])
-    return fits and q_THD.shape[1] <= MOST_HEADS * rows.shape[2] and can_map(rows) and can_map(values.rows)
+def takes(q_THD: Tensor, keys: Paged) -> bool:
+    """Whether the kernels read such rows, which ``paged_prefill.takes``: up to 8 query heads on a key head, and no more
+    rows than a block's shared memory has room to order."""
+    return q_THD.shape[1] <= MOST_HEADS * keys.rows.shape[2] and _shared_bytes(q_THD, keys) <= MOST_SHARED
+
+
+def _shared_bytes(q_THD: Tensor, keys: Paged) -> int:
+    group, num_rows = q_THD.shape[1] // keys.rows.shape[2], keys.start.shape[0]
+    room = max(256, 1 << (num_rows - 1).bit_length())  # few sizes, as each is a kernel of its own
+    return WARPS * (group * (keys.rows.shape[3] + 4) * 4 + 64 + 4) + 8 * room
 
 
 def decode(
@@ -53,8 +56,7 @@ def decode(
 
     Only shapes decide what is launched: it can be captured in a graph.
     """
-    if q_THD.stride(2) != 1 or q_THD.stride(0) % 8 or q_THD.stride(1) % 8 or q_THD.data_ptr() % 16:
-        q_THD = q_THD.contiguous()
+    q_THD = in_pieces_of_16(q_THD)
     num_rows, heads = keys.start.shape[0], q_THD.shape[1]
     _, page, key_heads, width = keys.rows.shape
     group, resident = heads // key_heads, RESIDENT[width]
@@ -81,10 +83,8 @@ def decode(
         "SINKS": 0 if sinks_H is None else _SINKS[sinks_H.dtype],
         "SPLITS": SPLITS, "LEAST": LEAST, "WARPS": WARPS, "RESIDENT": resident,
     }  # fmt: skip
-    room = max(256, 1 << (num_rows - 1).bit_length())  # few sizes, as each is a kernel of its own
-    shared = WARPS * (group * (width + 4) * 4 + 64 + 4) + 8 * room
     most = torch.cuda.get_device_properties(q_THD.device).multi_processor_count * resident
-    kernel = load("paged_decode.cu", "paged_decode", defines=defines, shared_bytes=shared)
+    kernel = load("paged_decode.cu", "paged_decode", defines=defines, shared_bytes=_shared_bytes(q_THD, keys))
     kernel((min(most, num_rows * key_heads * max_splits),), 32 * WARPS, (call,))
     if max_splits > 1:
         merge = load("paged_decode.cu", "paged_decode_merge", defines=defines)

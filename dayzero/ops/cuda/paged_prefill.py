@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dayzero.ops.cuda.build import load
-from dayzero.ops.cuda.tensor_map import can_map, is_page, map_of, map_of_heads
+from dayzero.ops.cuda.tensor_map import can_map, in_pieces_of_16, is_page, map_of, map_of_heads
 from dayzero.view import Paged
 
 TILE = 128
@@ -46,8 +46,7 @@ def chunks(
     q_THD: Tensor, keys: Paged, values: Paged, out_THD: Tensor, lse_TH: Tensor, options: Mapping[str, Any]
 ) -> None:
     """Write out and lse of all rows that have several tokens, leave others alone. options: scale, window, sinks_H."""
-    if q_THD.stride(2) != 1 or q_THD.stride(0) % 8 or q_THD.stride(1) % 8 or q_THD.data_ptr() % 16:
-        q_THD = q_THD.contiguous()
+    q_THD = in_pieces_of_16(q_THD)
     _, page, key_heads, width = keys.rows.shape
     heads, groups, stages = q_THD.shape[1], GROUPS[width], STAGES[width]
     group, queries = heads // key_heads, 64 * groups

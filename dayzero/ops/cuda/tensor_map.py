@@ -26,6 +26,15 @@ def can_map(rows: Tensor) -> bool:
     return rows.dtype == torch.bfloat16 and rows.stride(3) == 1 and aligned and rows.shape[3] % COLUMNS == 0
 
 
+def in_pieces_of_16(x_THD: Tensor) -> Tensor:
+    """x [T, H, D] itself where each head lies in one piece that begins at 16 bytes, whatever the dtype of at least 2
+    bytes; else a packed copy."""
+    aligned = x_THD.data_ptr() % 16 == 0 and x_THD.stride(0) % 8 == x_THD.stride(1) % 8 == 0
+    if aligned and x_THD.stride(2) == 1:
+        return x_THD
+    return x_THD.clone(memory_format=torch.contiguous_format)  # what is packed already may begin anywhere
+
+
 def map_of(rows: Tensor, records: int) -> TensorMap:
     """Of rows [N, page, K, D] for which ``can_map``, in boxes of 64 columns of up to so many records of one head."""
     return _encoded(rows.data_ptr(), tuple(rows.shape), rows.stride()[:3], (1, min(rows.shape[1], records), 1, COLUMNS))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dayzero.ops.activation import KINDS
+from dayzero.ops.activation import activation_of
 from dayzero.ops.experts_tables import Settings
 from dayzero.ops.triton.activation import glu_of
 from dayzero.ops.triton.experts_rows import OVERLAP, Sorted, begun, nearest
@@ -308,12 +308,6 @@ def _parts(matrix: Tensor | Tiles) -> tuple[Tensor, Tensor | None, Tensor | None
     if isinstance(matrix, Tiles):
         return matrix.codes, matrix.exponents, matrix.shifts
     return matrix, None, None
-
-
-def activation_of(activation: Mapping[str, Any]) -> tuple[int, list[float]]:
-    """(number of its kind, its constants as ``glu_of`` takes them) of keyword arguments of ``activation.glu``."""
-    constants = [float(activation.get(name, 0.0)) for name in ("limit", "alpha", "beta", "linear_beta")]
-    return KINDS.index(activation.get("kind", "silu")), constants
 
 
 def _even(inner: int, packed: bool, settings: Settings) -> bool:

@@ -79,7 +79,7 @@ def pack(stack: Mxfp4) -> Tiles:
     device = stack.codes.device
     codes = torch.empty(num_experts, tall, wide, WORDS, dtype=torch.int32, device=device)
     exponents = torch.empty(num_experts, tall, wide, ROWS, dtype=torch.int32, device=device)
-    shifts = torch.empty(num_experts, dtype=torch.float32, device=device)
+    shifts = torch.ones(num_experts, dtype=torch.float32, device=device)
     if codes.numel():
         _lay_out[tall * wide, num_experts](
             stack.codes, codes, *stack.codes.stride(), num_rows, num_columns // 2, wide, num_warps=4
@@ -97,7 +97,7 @@ def _pack_exponents(stack: Mxfp4, exponents: Tensor, shifts: Tensor) -> None:
     tall, wide = exponents.shape[1:3]
     live = live_groups(stack)
     stored = torch.where(live, stack.scales.int(), 0)
-    above = (stored.flatten(1).amax(1) - HIGHEST).clamp(min=0) if stored.numel() else shifts.int() * 0
+    above = (stored.flatten(1).amax(1) - HIGHEST).clamp(min=0)
     shifts.copy_(torch.exp2(above.float()))
     field = torch.where(live, (stored - above[:, None, None] + 126).clamp(min=0), 0)
     field = torch.nn.functional.pad(field, (0, wide * COLUMNS // GROUP - field.shape[2], 0, tall * ROWS - num_rows))

@@ -114,7 +114,7 @@ def apply(
     sections: tuple[int, int, int] | None = None,
     inverse: bool = False,
 ) -> Tensor:
-    """``rope.apply``, packed. Angles are f32 products as in the reference, their cosines within 2^-22."""
+    """``rope.apply``, packed. Angles are f32 products as in the reference, their cosines within 2^-23."""
     if style not in ("half", "interleaved") or part not in ("first", "last"):
         raise ValueError(f"style is 'half' or 'interleaved' and part 'first' or 'last', not {style!r} and {part!r}")
     if positions.dim() == 2 and sections is None:

@@ -1,8 +1,9 @@
 """``moe.matmul_route`` on a GPU in two launches: the product in pieces of its sum, and the choice, which adds them up.
 
 T tokens, D model width, E experts, M tokens and N experts of a program, K numbers of a piece, S pieces. How a sum is
-divided follows from D alone, so that a token's logits are the same whatever comes with it. A program of the product has
-all of its weights on their way before the kernel ahead has made x: in a graph they have been there all along.
+divided follows from D alone, so that a token's logits are the same whatever comes with it, as long as that is no more
+than ``MOST_TOKENS``: beyond, torch's library multiplies. A program of the product has all of its weights on their way
+before the kernel ahead has made x: in a graph they have been there all along.
 """
 
 from __future__ import annotations

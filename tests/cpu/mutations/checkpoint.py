@@ -74,6 +74,10 @@ def _no_size(config: dict[str, Any]) -> None:
     del config["intermediate_size"]
 
 
+def _odd_width(config: dict[str, Any]) -> None:
+    config["intermediate_size"] += 2
+
+
 def _broken_template(settings: dict[str, Any]) -> None:
     settings["chat_template"] += "{% if %}"
 
@@ -97,6 +101,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("a key of the config twice", "E", "config", "dense", WEIGHTS, edit=_twice),
     Mutation("a size that the config leaves out", "E", "config", "dense", WEIGHTS, "Automodel#3792",
              edit=_json("config.json", _no_size)),
+    Mutation("a width that the experts' format cannot hold", "C", "config", "sinks", WEIGHTS,
+             edit=_json("config.json", _odd_width)),
     Mutation("a family that nobody knows", "U", "config", "dense", WEIGHTS, "GLM-4#793",
              edit=_json("config.json", _unknown_family)),
     Mutation("a template that cannot be read", "H", TEXT, "small", WEIGHTS,

@@ -36,11 +36,13 @@ OWN_TESTS = {
     "long_context": ("test_accept_long_context", ""), "performance": ("test_accept_performance", ""),
     "robustness": ("test_accept_robustness", ""), "contract": ("test_accept_contract", "contract."),
 }  # fmt: skip
+MORE_TESTS = {"functional": ("test_accept_images",)}  # further files of a stage's tests
 # How tests write what fails, and by which layer.
-FAILED = re.compile(rf'"([\w.*-]+)"[:,] "(?:{"|".join(map(re.escape, LAYERS))})"')
+FAILED = re.compile(rf'"([\w.*-]+)"(?:[:,]|\] ==) "(?:{"|".join(map(re.escape, LAYERS))})"')
 
 # Families whose failing a test plants in words that the pattern does not see -> that test.
 BY_NAME = {
+    "recipe.*": "test_a_recipe_that_is_wrong_fails",
     "numerics.*.tensors": "test_a_tensor_that_only_the_port_uses",
     "numerics.*.experts_fp8": "test_experts_with_fp8_inputs",
     "equal.near_ties": "test_answers_part_at_near_ties_alone_and_seldom",
@@ -50,17 +52,22 @@ BY_NAME = {
     "load.tokens": "test_counts_that_are_not_what_was_asked_fail",
     "load.regression": "test_a_slower_server_fails_against_the_record_of_a_faster_one",
     "performance.together": "test_requests_that_slow_each_other_down_fail",
-    "performance.roofline": "test_work_that_was_not_done_is_faster_than_its_floor",
     "robust.malformed.told": "test_malformed_requests_that_are_not_refused",
     "robust.scale.answered": "test_errors_as_load_grows_fail",
     "robust.soak.mixed": "test_a_server_too_slow_for_a_mixture_is_said",
     "robust.soak.memory": "test_growth_is_told_from_noise",
     "robust.soak.fragmentation": "test_lost_room_behind_the_soak_fails",
+    "robust.storm.held": "test_what_is_held_behind_a_storm_fails",
+    "robust.soak.held": "test_what_is_held_behind_a_storm_fails",
+    "robust.restart.same": "test_a_second_start_that_answers_otherwise_fails",
+    "robust.drain.exit": "test_an_end_that_is_not_as_documented_fails",
     "robust.drain.refused": "test_an_end_that_is_not_as_documented_fails",
 }
 # What says something about a record or a machine, and fails nothing by design: at most a note.
 NOTES = {
-    "numerics.scope", "numerics.*.vision", "numerics.*.sites", "performance.speed", "config.defaulted",
+    "numerics.scope", "numerics.*.vision", "numerics.*.sites", "performance.speed", "performance.roofline",
+    "config.defaulted", "robust.malformed.lenient", "robust.sizes.memory", "long.needle", "long.needle.length",
+    "long.needle.reach",
     "quantization.acknowledged", "stop_ids.absent", "stop_ids.differ", "operators.build", "robust.left_out",
 }  # fmt: skip
 
@@ -74,13 +81,14 @@ def family(kind: str) -> str:
 def planted_in_tests(stage: str) -> set[str]:
     """Families of findings that some planted fault of the stage's own tests must fail."""
     module, begin = OWN_TESTS[stage]
-    return {family(kind if kind.startswith(begin) else begin + kind) for kind in _planted(module)}
+    planted = (kind for name in (module, *MORE_TESTS.get(stage, ())) for kind in _planted(name))
+    return {family(kind if kind.startswith(begin) else begin + kind) for kind in planted}
 
 
 def _planted(module: str) -> Iterator[str]:
     text = (TESTS / f"{module}.py").read_text(encoding="utf-8")
     yield from (found[1] for found in FAILED.finditer(text))
-    if module in ("test_accept_functional", "test_accept_contract", "test_accept_core"):
+    if module.rpartition("_")[2] in ("functional", "images", "contract", "core"):
         faults = import_module(module)
         yield from getattr(faults, "DAMAGE", ())
         yield from (kind for _, _, kinds in getattr(faults, "FAULTS", {}).values() for kind in kinds)

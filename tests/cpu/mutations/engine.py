@@ -19,6 +19,8 @@ OF_TESTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("together_in_small_pages", "small pages and a batch together go wrong", "K", "scheduler", ("together", "page")),
     ("no_last_piece", "a stream loses a token", "I", "server", ("single",)),
     ("goes_on", "a request that was left goes on", "S", "scheduler", ("single",)),
+    ("places_of_the_first_step", "a recorded step goes on reading its first places", "N", "compiler", ("single",)),
+    ("padding_writes", "padding of a recorded step is written over a row", "N", "compiler", ("single",)),
     ("wrong_scale", "quantised rows are read with scales of other places", "D", "cache", ("single",)),
 )
 

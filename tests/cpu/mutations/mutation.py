@@ -28,15 +28,16 @@ KINDS = {
     "J": "the contract of the API",
     "K": "recurrent state, prefix cache, chunks",
     "M": "sizes of rows and pool",
+    "N": "recorded steps: what they go on reading, padding",
     "Q": "structured output",
     "R": "images and their placeholders",
     "S": "cancelling, leaks, health, probes",
     "T": "answers that depend on their company",
     "U": "families that nobody knows",
 }
-# Kinds of the list that nothing of an acceptance on a CPU computes: no draft runs, no graph is recorded, there is one
-# rank, and no load takes long enough to be judged.
-NOT_HERE = {"L": "drafts", "N": "graphs", "O": "ranks", "P": "time and memory of loading"}
+# Kinds of the list that nothing of an acceptance on a CPU computes: no draft runs, there is one rank, and no load takes
+# long enough to be judged.
+NOT_HERE = {"L": "drafts", "O": "ranks", "P": "time and memory of loading"}
 
 
 class Patches:

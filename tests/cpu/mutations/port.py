@@ -39,6 +39,7 @@ OF_TESTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("positions_of_a_chunk", "positions of a chunk count from its start", "K", OP, "small"),
     ("lost_sum", "a residual sum is off by a hundredth", "F", OP, "small"),
     ("wrong_head", "logits are off by a hundredth", "B", OP, "small"),
+    ("narrow_sums", "what layers add is a tenth too large in bfloat16", "G", OP, "latent"),
     ("narrow_service", "what is served in bfloat16 is another model", "T", OP, "small"),
     ("wrong_scale", "quantised rows are read with scales 6 % too large", "D", "cache", "small"),
     ("unused_record", "rows lie plain though the plan says otherwise", "M", "cache", "small"),
