@@ -300,7 +300,7 @@ def test_the_start_table_says_what_keeps_a_plan_from_graphs(llama: Path) -> None
 
 
 def test_plans_for_a_gpu_name_the_sites_that_keep_them_from_graphs(tmp_path: Path) -> None:
-    """float32 has no paged attention of its own on a GPU; bfloat16 has all, where latent rows are a power of two wide."""
+    """float32 has no paged attention of its own on a GPU; bfloat16 has, where latent rows are a power of two wide."""
     spec = Engine(write_small("kimi_linear", tmp_path, 32)).runner.stack.spec
     uses = (*spec.contracts(), *USES)
     hardware = HARDWARE["h200"]
