@@ -88,13 +88,15 @@ class MoEBlock:
             out = self.latent_norm(out)
         if self.latent_up is not None:
             out = self.latent_up(out)
-        if self.shared is None:
-            return out
+        return out if self.shared is None else self._with_shared(self.shared, out, x_TD, view)
+
+    def _with_shared(self, shared: GLUBlock, out_TD: Tensor, x_TD: Tensor, view: StepView) -> Tensor:
+        """The routed experts' sum and what every token gets besides."""
         if self.shared_gate is None:
-            return self.shared.onto(out, x_TD, view)
+            return shared.onto(out_TD, x_TD, view)
         share_T1 = torch.sigmoid(self.shared_gate(x_TD).double()).float()
-        shared_TD = self.shared.forward(x_TD, view)
-        return out + (share_T1 * shared_TD.float()).to(shared_TD.dtype)
+        shared_TD = shared.forward(x_TD, view)
+        return out_TD + (share_T1 * shared_TD.float()).to(shared_TD.dtype)
 
     def _at_once(self, params: Params) -> Choose | None:
         """None where no operator is bound that multiplies and chooses: its reference is the two in turn."""

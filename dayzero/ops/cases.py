@@ -321,7 +321,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "moe.route": _route(),
     "moe.matmul_route": _router(),
     "moe.experts": (*_experts(), *_experts_in_4_bits()),
-    "moe.experts_fp8_128": (*_experts(), *_experts_in_4_bits()),
+    "moe.experts_fp8_128": _experts_in_4_bits(),
     **RESIDUAL_CASES,
     **MIXER_CASES,
     **DELTA_CASES,

@@ -399,9 +399,9 @@ def test_a_broken_promise_is_found_by_the_finding_that_is_for_it(
     assert all(finding.remedy and finding.measured is not None for finding in failed)
 
 
-def test_overload_says_when_to_come_back(servers: Servers, subject: Subject) -> None:
+def test_overload_says_when_to_come_back(subject: Subject, tmp_path: Path) -> None:
     """Reached for real: one request at a time, and one that waits."""
-    with servers.private("--max-running", "1", "--max-waiting", "1") as narrow:
+    with Servers(subject, tmp_path) as own, own.private("--max-running", "1", "--max-waiting", "1") as narrow:
         out = judged(narrow, subject, contract.checks(), "many.same")
     assert {"many.same", "overload.retry"} <= kinds(out, "pass"), out.findings
 

@@ -17,7 +17,16 @@ from dayzero.ops.cases import CASES
 from dayzero.ops.catalog import CATALOG, Line
 from dayzero.view import at_once
 
-READING = ("_local_scalar_dense", "nonzero", "_unique", "unique_dim", "equal", "is_nonzero", "masked_select")
+READING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "_unique",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+)
 FOR_ANY = [line for line in CATALOG.lines.values() if line.target == "any"]
 ASKING = [line for line in FOR_ANY if line.eager in (READS, BY_ROW)]
 BY_SHAPES = [line for line in FOR_ANY if line.graph and line.contract in CASES]

@@ -152,11 +152,11 @@ def _gate_first(queries: Any) -> Any:
 
 def _no_gate(make: Any) -> Any:
     """The shared expert is added without its gate."""
-    return lambda block, shared, x, view: shared.forward(x, view)
+    return lambda block, shared, out, x, view: out + shared.forward(x, view)
 
 
 def _no_shared(make: Any) -> Any:
-    return lambda block, shared, x, view: torch.zeros_like(x)
+    return lambda block, shared, out, x, view: out
 
 
 def _random_rows(last: Any) -> Any:
@@ -242,7 +242,8 @@ TABLE: tuple[tuple[str, str, str, str, str, Plant], ...] = (
      patch(latent.LatentBlock, "_select", _no_index)),
     ("shared index made anew", "A", "ATOM#1260", "shared_index", first("layers.3.mixer"),
      patch(latent, "last_selection", _random_rows)),
-    ("shared expert dropped", "A", "", "latent", first("layers.3.channel"), patch(moe.MoEBlock, "_shared", _no_shared)),
+    ("shared expert dropped", "A", "", "latent", first("layers.3.channel"),
+     patch(moe.MoEBlock, "_with_shared", _no_shared)),
     ("head of a tied model never copied", "B", "vllm#5621", "tied", first("head"),
      patch(stack.Stack, "head", _zero_head)),
     ("tie ignored", "B", "parallax#444", "tied", r"lm_head\.weight",
@@ -309,7 +310,7 @@ TABLE: tuple[tuple[str, str, str, str, str, Plant], ...] = (
      channels(MoE, lambda c: replace(c, act=replace(c.act, alpha=1.0)))),
     ("plain activation for the clamped one", "F", "sglang-das#118", "sinks", CHANNEL,
      channels(MoE, lambda c: replace(c, act=Activation()))),
-    ("shared expert's gate dropped", "F", "", "head_delta", CHANNEL, patch(moe.MoEBlock, "_shared", _no_gate)),
+    ("shared expert's gate dropped", "F", "", "head_delta", CHANNEL, patch(moe.MoEBlock, "_with_shared", _no_gate)),
     ("groups of experts ignored", "G", "vllm#49982", "latent", first("layers.3.experts"),
      router(groups=1, top_groups=1)),
     ("one group of experts too many", "G", "vllm#49982", "latent", first("layers.3.experts"), router(top_groups=3)),
