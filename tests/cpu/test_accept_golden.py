@@ -178,12 +178,12 @@ def check_shape(folder: Path, name: str, out: Path) -> None:
     assert len(record["stages"]) == 8 and record["complete"] and sum(record["counts"].values()) >= 40
 
 
-@pytest.mark.slow
+@pytest.mark.golden
 def test_the_record_of_a_real_model_keeps_its_shape(demo_model: Path, tmp_path: Path) -> None:
     check_shape(demo_model, "smollm2", tmp_path / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.golden
 def test_the_record_of_the_rehearsal_model_keeps_its_shape(tmp_path: Path) -> None:
     """It has what the other lacks: pictures, reasoning, tools, experts, a sparse index, recurrent state."""
     check_shape(REHEARSAL, "rehearsal", tmp_path / "out")
