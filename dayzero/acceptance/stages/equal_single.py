@@ -161,7 +161,7 @@ def _narrow_error(wide: Sequence[Logprobs], narrow: Sequence[Logprobs], records:
         counts[1] += 1
         moved += abs(one.logprob - other.logprob) / len(wide)
     flipped, clear = bins["more"]
-    bad = flipped > MOST_FLIPPED * clear
+    bad = flipped > max(1.0, MOST_FLIPPED * clear)  # of few places, one is no share
     idle = moved == 0.0
     return Finding(
         "equal.narrow_error",
