@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from dayzero.checkpoint.files import write_whole  # noqa: E402
 from dayzero.console import Console  # noqa: E402
 from tests.cpu.faults.catalogue import KINDS, all_faults  # noqa: E402
 from tests.cpu.faults.stand import Outcome, Stand  # noqa: E402
@@ -120,9 +121,8 @@ def main() -> int:
         console.line(f"UNEXPECTED {line}")
     if given.log:
         before = LOG.read_text() if LOG.exists() else HEADING
-        fresh = LOG.with_name(LOG.name + ".new")
-        fresh.write_text(before.rstrip("\n") + "\n\n" + section(outcomes, time.monotonic() - began))
-        os.replace(fresh, LOG)
+        after = before.rstrip("\n") + "\n\n" + section(outcomes, time.monotonic() - began)
+        write_whole(LOG, after.encode())
     return 1 if wrong else 0
 
 

@@ -18,6 +18,7 @@ import httpx
 from dayzero.acceptance.accept.stage import RunningServer, Subject
 from dayzero.acceptance.stages.asking import Ask, Check, Checks, judge_basics, run_checks
 from dayzero.console import no_progress
+from dayzero.finding import Finding
 from tests.paper.server_support import serving
 
 DONE = "[DONE]"
@@ -176,6 +177,19 @@ def judged(server: RunningServer, subject: Subject, checks: tuple[Check, ...], o
 
 def kinds(out: Checks, verdict: str) -> set[str]:
     return {finding.kind.removeprefix("t.") for finding in out.findings if finding.verdict == verdict}
+
+
+def found_by(
+    fault: Fault, check: str, expected: set[str], good: RunningServer, subject: Subject, checks: tuple[Check, ...]
+) -> list[Finding]:
+    """What fails when ``check`` judges a server with this fault: the expected kinds and no others, each with what was
+    measured and a remedy."""
+    with bad_server(good, fault) as bad:
+        out = judged(bad, subject, checks, check)
+    assert kinds(out, "fail") == expected, [f for f in out.findings if f.verdict != "pass"]
+    failed = [finding for finding in out.findings if finding.verdict == "fail"]
+    assert all(finding.remedy and finding.measured is not None for finding in failed)
+    return failed
 
 
 # --- pieces that faults are made of

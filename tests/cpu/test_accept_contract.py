@@ -9,7 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bad_server import DONE, Call, Fault, Head, bad_server, judged, kinds, of_choices, of_parts, replacing, setting
+from bad_server import (
+    DONE,
+    Call,
+    Fault,
+    Head,
+    bad_server,
+    found_by,
+    judged,
+    kinds,
+    of_choices,
+    of_parts,
+    replacing,
+    setting,
+)
 
 from dayzero.acceptance.accept.http import Answer, Client, events_of
 from dayzero.acceptance.accept.service import Servers
@@ -392,11 +405,7 @@ def test_a_broken_promise_is_found_by_the_finding_that_is_for_it(
     MIXED.clear()
     monkeypatch.setattr(probes, "FREED_SECONDS", 60.0 if fault.stays else 0.3)
     monkeypatch.setattr(probes, "LONGEST", 200 if fault.stays else probes.LONGEST)
-    with bad_server(good, fault) as bad:
-        out = judged(bad, subject, contract.checks(), check)
-    assert kinds(out, "fail") == expected, [f for f in out.findings if f.verdict != "pass"]
-    failed = [finding for finding in out.findings if finding.verdict == "fail"]
-    assert all(finding.remedy and finding.measured is not None for finding in failed)
+    found_by(fault, check, expected, good, subject, contract.checks())
 
 
 def test_overload_says_when_to_come_back(subject: Subject, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from bad_server import (
     Call,
     Fault,
     bad_server,
+    found_by,
     judged,
     kinds,
     of_choices,
@@ -368,11 +369,7 @@ def test_a_broken_promise_is_found_by_the_finding_that_is_for_it(
 ) -> None:
     fault, check, expected = FAULTS[name]
     SEEN.clear()
-    with bad_server(good, fault) as bad:
-        out = judged(bad, subject, functional.checks(), check)
-    assert kinds(out, "fail") == expected, [f for f in out.findings if f.verdict != "pass"]
-    failed = [finding for finding in out.findings if finding.verdict == "fail"]
-    assert all(finding.remedy and finding.measured is not None for finding in failed)
+    failed = found_by(fault, check, expected, good, subject, functional.checks())
     if name in LAYERS:
         assert failed[0].layer == LAYERS[name]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_server import Call, Fault, bad_server, judged, kinds
+from bad_server import Call, Fault, bad_server, found_by, judged, kinds
 
 from dayzero.acceptance.accept.service import Servers
 from dayzero.acceptance.accept.stage import RunningServer, Subject
@@ -107,9 +107,5 @@ def test_a_broken_promise_is_found_by_the_finding_that_is_for_it(
     fault, check, expected = FAULTS[name]
     FIRST.clear()
     TIMES.clear()
-    with bad_server(good, fault) as bad:
-        out = judged(bad, subject, functional.checks(), check)
-    assert kinds(out, "fail") == expected, [f for f in out.findings if f.verdict != "pass"]
-    failed = [finding for finding in out.findings if finding.verdict == "fail"]
-    assert all(finding.remedy and finding.measured is not None for finding in failed)
+    failed = found_by(fault, check, expected, good, subject, functional.checks())
     assert {finding.layer for finding in failed} == {LAYERS[name]}

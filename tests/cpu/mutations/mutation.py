@@ -15,15 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.cpu.faults.catalogue import KINDS as OF_PORTS
+
 KINDS = {
-    "A": "tensors missing, renamed, dead, never read",
-    "B": "tied and untied heads",
-    "C": "which module has which quantisation",
-    "D": "scales, packing, rounding",
-    "E": "rope, window, latent attention, config fields",
-    "F": "small constants and activations",
-    "G": "router precision and expert choice",
-    "H": "tokenizer, template, stop ids, sampling defaults",
+    **OF_PORTS,
+    "H": OF_PORTS["H"] + ", sampling defaults",
     "I": "parsers of reasoning and tools",
     "J": "the contract of the API",
     "K": "recurrent state, prefix cache, chunks",
