@@ -62,3 +62,10 @@ def test_a_stack_in_tiles_has_a_factor_for_each_matrix(shape: tuple[int, int, in
     codes = torch.full((experts, rows, columns // 2), 0x22, dtype=torch.uint8)
     tiles = pack(Mxfp4(codes, torch.full((experts, rows, columns // 32), 127, dtype=torch.uint8)))
     assert tiles.shape == shape and tiles.shifts.tolist() == [1.0] * experts
+
+
+@pytest.mark.parametrize("name", ["7 tokens torch.bfloat16 biases True", "wide"])
+def test_experts_whose_inputs_are_rounded_take_plain_stacks_too(name: str) -> None:
+    """The contract's cases are all in 4 bits, since not every variant of it takes others."""
+    line = next(line for line in LINES if (line.contract, line.variant) == ("moe.experts_fp8_128", "triton"))
+    check_parity(line, next(case for case in CASES["moe.experts"] if case.name == name), 0)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dayzero.decl import Mxfp4
-from dayzero.ops.experts_tables import in_parts, settings_of
+from dayzero.ops.experts_tables import Settings, in_parts, settings_of
 from dayzero.ops.triton.experts_matmul import Biases, down_product, gate_up
-from dayzero.ops.triton.experts_rows import combine, sort_by_expert
+from dayzero.ops.triton.experts_rows import Sorted, combine, sort_by_expert
 from dayzero.ops.triton.machine import check_machine, hardware_word, num_processors
 from dayzero.ops.triton.mxfp4 import Tiles
 from dayzero.ops.triton.mxfp4 import pack as tiles_of
@@ -35,6 +35,21 @@ def pack(stack: Any) -> Tensor | Tiles:
     return stack if isinstance(stack, Tiles) else stack.contiguous()
 
 
+def arranged(
+    form: str, ids_TN: Tensor, gate: Tensor | Tiles, down: Tensor | Tiles
+) -> tuple[Sorted, Settings, Settings]:
+    """(choices [T, N] by expert, how gate and up run, how down runs). form: of stacks in 4 bits, as ``experts_tables``
+    has it; plain ones run as ``bf16``."""
+    packed, num_experts = isinstance(gate, Tiles), len(gate)
+    run = settings_of(form if packed else "bf16", ids_TN.numel(), num_experts, hardware_word(ids_TN.device))
+    by_expert = sort_by_expert(ids_TN, num_experts, run.rows)
+    if not packed:
+        return by_expert, run.gate_up, run.down
+    # Widening takes time of its own, which more programs hide; plain stacks gain nothing by parts.
+    programs = by_expert.most, num_processors(ids_TN.device)
+    return by_expert, in_parts(run.gate_up, gate.shape, *programs), in_parts(run.down, down.shape, *programs)
+
+
 def experts(
     x_TD: Tensor,
     ids_TN: Tensor,
@@ -51,16 +66,9 @@ def experts(
     runs over n in ascending order.
     """
     gate, up, down = pack(gate_EID), pack(up_EID), pack(down_EDI)
-    num_experts = len(gate)
-    if ids_TN.numel() == 0 or num_experts == 0:
+    if ids_TN.numel() == 0 or len(gate) == 0:
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
     x_TD = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
-    packed = isinstance(gate, Tiles)
-    run = settings_of("w4" if packed else "bf16", ids_TN.numel(), num_experts, hardware_word(x_TD.device))
-    by_expert = sort_by_expert(ids_TN, num_experts, run.rows)
-    first, second = run.gate_up, run.down
-    if packed:  # widening takes time of its own, which more programs hide; plain stacks gain nothing by parts
-        programs = by_expert.most, num_processors(x_TD.device)
-        first, second = in_parts(first, gate.shape, *programs), in_parts(second, down.shape, *programs)
+    by_expert, first, second = arranged("w4", ids_TN, gate, down)
     hidden = gate_up(x_TD, gate, up, by_expert, activation, biases, first)
     return combine(down_product(hidden, down, by_expert, biases, second), by_expert, weights_TN, x_TD.dtype)

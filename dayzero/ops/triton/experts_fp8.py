@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dayzero.ops.experts_tables import in_parts, settings_of
-from dayzero.ops.triton.experts import Stack, pack
+from dayzero.ops.triton.experts import Stack, arranged, pack
 from dayzero.ops.triton.experts_matmul import Biases, down_product, gate_up
-from dayzero.ops.triton.experts_rows import OVERLAP, Sorted, begun, combine, nearest, sort_by_expert
-from dayzero.ops.triton.machine import INTERPRETED, check_machine, hardware_word, num_processors
-from dayzero.ops.triton.mxfp4 import COLUMNS, Tiles
+from dayzero.ops.triton.experts_rows import OVERLAP, Sorted, begun, combine, nearest
+from dayzero.ops.triton.machine import INTERPRETED, check_machine
+from dayzero.ops.triton.mxfp4 import COLUMNS
 from dayzero.units import ceil_div
 
 __all__ = ["check_machine", "experts", "pack"]
@@ -47,16 +46,9 @@ def experts(
     """``moe.experts_fp8_128`` in bf16. Stacks are best laid out once, by ``pack``; a ``decl.Mxfp4`` is laid out here in
     each call. A token's sum runs over n in ascending order."""
     gate, up, down = pack(gate_EID), pack(up_EID), pack(down_EDI)
-    num_experts = len(gate)
-    if ids_TN.numel() == 0 or num_experts == 0:
+    if ids_TN.numel() == 0 or len(gate) == 0:
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
-    packed = isinstance(gate, Tiles)
-    run = settings_of("w4a8" if packed else "bf16", ids_TN.numel(), num_experts, hardware_word(x_TD.device))
-    by_expert = sort_by_expert(ids_TN, num_experts, run.rows)
-    first, second = run.gate_up, run.down
-    if packed:
-        programs = by_expert.most, num_processors(x_TD.device)
-        first, second = in_parts(first, gate.shape, *programs), in_parts(second, down.shape, *programs)
+    by_expert, first, second = arranged("w4a8", ids_TN, gate, down)
     codes_TD, scales = quantise(x_TD)
     hidden = gate_up(codes_TD, gate, up, by_expert, activation, biases, first, by_place(scales, by_expert))
     codes, scales = quantise(hidden)
