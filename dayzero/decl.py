@@ -87,6 +87,35 @@ class Mxfp4:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """A matrix [R, C], or a stack of them [E, R, C], in the 8 bits an element that a checkpoint stores.
+
+    codes: float8_e4m3fn [..., R, C]. scales: f32 [..., ceil(R / 128), ceil(C / 128)], finite: a value is its code times
+    the scale of its block of 128 rows and 128 columns; the last block of a row or column may be short. Both may be
+    views, of any strides.
+    Indexed by a number it gives that matrix of a stack, by a slice these matrices, as a tensor does.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.numel() + 4 * self.scales.numel()
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+    def __getitem__(self, number: int | slice) -> Fp8Blocks:
+        assert self.codes.dim() == 3, "rows of a matrix share their scales: it is not indexed"
+        return Fp8Blocks(self.codes[number], self.scales[number])
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """Mesh axis ``axis`` cuts dimension ``dim`` into equal runs of whole units.
 
