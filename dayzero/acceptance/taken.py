@@ -17,7 +17,7 @@ class Taken:
 
     bound: ``contract@site`` -> variant, for every operator of the model that the bindings move off its reference.
 
-    Raises UsageError at once when a binding meets no operator of the model, names no variant, or does not fit its site.
+    Raises UsageError at once where ``bound_uses`` does, as a plan and an engine do.
     """
 
     def __init__(self, bindings: Mapping[str, str], catalog: Catalog, spec: ModelSpec) -> None:

@@ -42,10 +42,16 @@ def check_bindings(bindings: Mapping[str, str], uses: Iterable[tuple[str, str]],
         chosen(*keys[key], bindings, catalog)
 
 
+def asked_by(place: str, bindings: Mapping[str, str]) -> str:
+    """The binding that names ``contract@site``, by itself or with its contract; empty when none does."""
+    return next((key for key in (place, place.partition("@")[0]) if key in bindings), "")
+
+
 def bound_uses(bindings: Mapping[str, str], uses: Iterable[OpUse], catalog: Catalog = CATALOG) -> dict[str, str]:
     """``contract@site`` -> variant for every use that ``bindings`` moves off the reference.
 
-    UsageError when a binding meets no use, names no variant, or names one that lacks an option its site needs.
+    UsageError when a binding meets no use, names no variant, or names one that lacks an option its site needs, and for
+    one of a composed operator beside one of its parts.
     """
     known = list(uses)
     check_bindings(bindings, ((use.contract, use.site) for use in known), catalog)
@@ -57,7 +63,13 @@ def bound_uses(bindings: Mapping[str, str], uses: Iterable[OpUse], catalog: Cata
         missing = lacking(line, dict(use.traits))
         if missing:
             raise UsageError(f"{use.site}: variant {line.variant!r} does not fit: {'; '.join(missing)}")
-        out[f"{use.contract}@{use.site}"] = line.variant
+        out[use.place] = line.variant
+        part = next(filter(None, (asked_by(part, bindings) for part in use.parts)), "")
+        if part:
+            raise UsageError(
+                f"bindings {asked_by(use.place, bindings)!r} and {part!r} are of the same work: at {use.site} "
+                f"{use.contract} does what {part.partition('@')[0]} would; leave one of them out."
+            )
     return out
 
 

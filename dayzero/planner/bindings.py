@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dayzero.decl import OpUse
 from dayzero.errors import UsageError
 from dayzero.hardware import Hardware
-from dayzero.ops.bindings import bound_uses
+from dayzero.ops.bindings import asked_by, bound_uses
 from dayzero.ops.catalog import CATALOG, REFERENCE, Catalog, Line, lacking
 
 EVERYWHERE = "*"
@@ -19,8 +19,7 @@ def decide(
     """``contract@site`` -> variant for every use that does not run its reference: what is asked for, else the choice.
 
     asked: bindings, in which ``*=reference`` means that nothing is chosen. A composed operator that was not asked for
-    gives way to its parts where one of them was. UsageError for a binding that meets no use, or whose variant does not
-    fit, and for one of a composed operator beside one of its parts.
+    gives way to its parts where one of them was. Errors: those of ``bound_uses``; UsageError for ``*`` with a variant.
     """
     uses, named = tuple(uses), {place: variant for place, variant in asked.items() if place != EVERYWHERE}
     everywhere = asked.get(EVERYWHERE)
@@ -31,22 +30,11 @@ def decide(
     moved = bound_uses(named, uses, catalog)
     made = {} if everywhere == REFERENCE else choose(uses, hardware, dtype, catalog)
     # What is asked for holds against what would be chosen, a reference too: ``moved`` names only other variants.
-    left = {place: variant for place, variant in made.items() if not _asked(place, named)}
+    left = {place: variant for place, variant in made.items() if not asked_by(place, named)}
     for use in uses:
-        by = next(filter(None, (_asked(part, named) for part in use.parts)), "")
-        if by and use.place in moved:
-            raise UsageError(
-                f"bindings {_asked(use.place, named)!r} and {by!r} are of the same work: at {use.site} {use.contract} "
-                f"does what {by.partition('@')[0]} would; leave one of them out."
-            )
-        if by:
+        if any(asked_by(part, named) for part in use.parts):
             left.pop(use.place, None)
     return left | moved
-
-
-def _asked(place: str, asked: Mapping[str, str]) -> str:
-    """The binding that names ``contract@site``, by itself or with its contract; empty when none does."""
-    return next((key for key in (place, place.partition("@")[0]) if key in asked), "")
 
 
 def choose(uses: Iterable[OpUse], hardware: Hardware, dtype: str, catalog: Catalog = CATALOG) -> dict[str, str]:

@@ -156,6 +156,9 @@ def test_an_operator_and_a_part_of_it_are_not_both_asked_for() -> None:
     part = "linear.matmul@layers.4.channel.shared.down"
     with pytest.raises(UsageError, match=rf"'{ADDED}' and '{part}' are of the same work: at layers.4"):
         _decided("deepseek_v3", f"{ADDED}=few_rows", f"{part}=torch_cuda")
+    # the same words from what an alignment asks, which chooses nothing
+    with pytest.raises(UsageError, match=r"'attention.norm_rope_write' and 'rope.apply' are of the same work"):
+        bound_uses({ENTRY: "triton", "rope.apply": "reference"}, _uses("qwen3_8b"))
     chosen = _decided("qwen3_8b")
     assert _decided("qwen3_8b", f"{ENTRY}=triton", "linear.matmul@layers.0.mixer.q=few_rows") == chosen
     assert not [p for p in _decided("qwen3_8b", f"{ENTRY}=reference", "rope.apply=triton") if p.startswith(ENTRY)]
