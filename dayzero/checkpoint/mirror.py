@@ -1,6 +1,6 @@
 """A copy of a checkpoint on this machine: waited for, fetched with resume, each file whole and verified or not there.
 
-Beside the files stands STATE, which remembers what is done; a file that is under way has the ending PART. Weights in
+Beside the files stands STATE, which remembers what is done; a file that is under way has the ending PARTIAL. Weights in
 other formats, and pickles, are left out: nothing here reads them.
 """
 
@@ -20,14 +20,14 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dayzero.checkpoint.files import write_whole
+from dayzero.checkpoint.files import BOOKS, PARTIAL, write_whole
 from dayzero.checkpoint.ranges import in_order
 from dayzero.checkpoint.source import CONFIG, PICKLE_SUFFIXES, Source, open_source
 from dayzero.console import Bar
 from dayzero.errors import CheckpointError, MachineError, UsageError, UserError
 from dayzero.units import MIB, bytes_text
 
-STATE, PART = ".dayzero-mirror.json", ".part"
+STATE = f"{BOOKS}mirror.json"
 PIECE_BYTES = 16 * MIB
 OTHER_WEIGHTS = (*PICKLE_SUFFIXES, ".gguf", ".onnx", ".h5", ".msgpack", ".ot", ".tflite", ".npz")
 SHARDS = ".safetensors"
@@ -97,7 +97,7 @@ def mirror(source: Source, folder: Path, bar: Bar) -> Mirrored:
     MachineError when the disk lacks the room; UsageError when another run writes there, or it mirrors another source.
     """
     wanted = {name: size for name, size in source.files().items() if not name.endswith(OTHER_WEIGHTS)}
-    left = tuple(sorted(set(source.files()) - set(wanted)))
+    left = tuple(sorted({*source.files(), *source.unfinished} - set(wanted)))
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         for name in wanted:
@@ -147,7 +147,7 @@ class _State:
             self.done.pop(name, None)
             self.begun.pop(name, None)
             if ".." not in PurePosixPath(name).parts:
-                for path in (self._folder / name, self._folder / f"{name}{PART}"):
+                for path in (self._folder / name, self._folder / f"{name}{PARTIAL}"):
                     path.unlink(missing_ok=True)
             self.save()
 
@@ -167,7 +167,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    parts = sum(path.stat().st_size for path in folder.rglob(f"*{PART}"))
+    parts = sum(path.stat().st_size for path in folder.rglob(f"*{PARTIAL}"))
     free = shutil.disk_usage(folder).free + parts
     if needed > free:
         raise MachineError(
@@ -183,7 +183,7 @@ def _check_name(source: Source, name: str) -> None:
 def _fetch(source: Source, name: str, folder: Path, expected: str | None, state: _State, bar: Bar) -> int:
     """Bytes that came over."""
     path, size, stamp = folder / name, source.size(name), source.stamp(name)
-    part = path.with_name(path.name + PART)
+    part = path.with_name(path.name + PARTIAL)
     part.parent.mkdir(parents=True, exist_ok=True)
     if state.begun.get(name) != stamp:
         part.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any, TypeVar
 
+from dayzero.checkpoint.files import PARTIAL, is_bookkeeping, is_unfinished
 from dayzero.checkpoint.ranges import in_order, merge_extents, merge_ranges
 from dayzero.errors import CheckpointError, UsageError
 from dayzero.units import MIB
@@ -39,6 +40,8 @@ class Source(ABC):
     what was asked of the medium so far, merged reads counted once; safe to read from any thread. parallel_reads: how
     many reads are worth having in flight. merge_gap_bytes: two ranges closer than this are cheaper as one read.
     not_files: names with a file's ending that are listed but hold nothing to read, and what they are instead.
+    unfinished: files that a mirror still writes, or broke off writing, known once ``files`` was asked; they are no part
+    of the checkpoint, nor is what a mirror writes down of its work (``checkpoint/files``).
     """
 
     parallel_reads = 1
@@ -50,6 +53,7 @@ class Source(ABC):
         self.bytes_read = 0
         self.num_reads = 0
         self.not_files: dict[str, str] = {}
+        self.unfinished: tuple[str, ...] = ()
         self._sizes: dict[str, int] | None = None
         self._lock = Lock()
 
@@ -76,7 +80,11 @@ class Source(ABC):
     def files(self) -> dict[str, int]:
         """File name -> size in bytes, listed once. Callers must not change it."""
         if self._sizes is None:
-            self._sizes = self._list()
+            listed = self._list()
+            self.unfinished = tuple(sorted(filter(is_unfinished, listed)))
+            self._sizes = {
+                file: size for file, size in listed.items() if not is_unfinished(file) and not is_bookkeeping(file)
+            }
         return self._sizes
 
     def exists(self, file: str) -> bool:
@@ -88,6 +96,11 @@ class Source(ABC):
         if size is None:
             if file in self.not_files:
                 raise CheckpointError(f"{file} of {self.name} is {self.not_files[file]}; download the file again.")
+            if f"{file}{PARTIAL}" in self.unfinished:
+                raise CheckpointError(
+                    f"{self.name} has no file {file} yet, only {file}{PARTIAL}: let the mirror that writes it end, or "
+                    "run it again."
+                )
             raise CheckpointError(f"{self.name} has no file {file}; check the name, or download the file again.")
         return size
 
@@ -292,7 +305,7 @@ def checked(source: Source) -> Source:
     if CONFIG not in files:
         raise UsageError(
             f"{source.name} is no checkpoint: expected config.json, *.safetensors or model.safetensors.index.json, "
-            f"found {', '.join(sorted(files)[:5]) or 'no files'}."
+            f"found {', '.join((sorted(files) or source.unfinished)[:5]) or 'no files'}."
         )
     return source
 

@@ -1,4 +1,4 @@
-"""Findings about the files as files: the index's own, weights that are not there yet, files full of holes."""
+"""Findings about the files as files: the index's own, weights that are not there yet, unfinished copies, holes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from dayzero.checkpoint.index import Index
 from dayzero.checkpoint.source import Source
 from dayzero.finding import Finding
-from dayzero.units import MIB, bytes_text
+from dayzero.units import MIB, bytes_text, counted
 
 HOLE_SHARE = 0.5  # a file with less than this share of its bytes on disk is mostly holes
 
@@ -21,6 +21,15 @@ def storage_findings(source: Source, index: Index) -> list[Finding]:
                 "weights.absent", "weights", "note",
                 f"{source.name} holds no weights yet; only what the config tells was checked",
                 measured="0 shards", remedy="inspect again once the shards are there",
+            )
+        )  # fmt: skip
+    if source.unfinished:
+        out.append(
+            Finding(
+                "integrity.unfinished", "weights", "note",
+                f"{source.name} holds files that are still being written, or broke off; they are not read",
+                measured=counted(len(source.unfinished), "file"), evidence=source.unfinished,
+                remedy="let the mirror that writes them end, or run it again; remove them when nothing does",
             )
         )  # fmt: skip
     holes = [

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from dayzero.checkpoint import mirror as module
-from dayzero.checkpoint.mirror import PART, STATE, Mirrored, await_publication, mirror, why_unpublished
+from dayzero.checkpoint.files import PARTIAL
+from dayzero.checkpoint.index import read_index
+from dayzero.checkpoint.mirror import STATE, Mirrored, await_publication, mirror, why_unpublished
 from dayzero.checkpoint.source import LocalSource, Source, open_source
 from dayzero.console import no_progress
 from dayzero.errors import CheckpointError, MachineError, UsageError
+from dayzero.planner.storage import storage_findings
 from tests.paper.store import s3_server, upload
 
 FILES = {"config.json": b"{}", "model-1.safetensors": os.urandom(5000), "sub/notes.txt": b"hello", "empty.txt": b""}
@@ -87,6 +90,50 @@ def test_it_goes_on_where_it_broke_off(breaks_at: int, tmp_path: Path) -> None:
     assert held(tmp_path / "here") == FILES
     there = breaks_at // 700 * 700 if breaks_at > 700 else 0
     assert got.fetched <= 5007 - max(0, there - 700), "what came over before is not fetched again"
+
+
+def test_an_unfinished_copy_and_the_state_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    up, here = publish(tmp_path / "up", {"config.json": b"{}", "sub/notes.txt": b"hello"}), tmp_path / "here"
+    write_shards(up)
+    with pytest.raises(MachineError, match="gone"):
+        copy(Remote(up, breaks_at=3000), here)
+    assert (here / f"model-2.safetensors{PARTIAL}").stat().st_size, "what this test is about"
+    source = open_source(str(here))
+    assert set(source.files()) == {"config.json", "sub/notes.txt", "model-1.safetensors"}
+    assert source.unfinished == (f"model-2.safetensors{PARTIAL}",)
+    with pytest.raises(
+        CheckpointError, match=r"no file model-2.safetensors yet, only model-2.safetensors.partial: let"
+    ):
+        source.size("model-2.safetensors")
+    (told,) = (f for f in storage_findings(source, read_index(source)) if f.kind == "integrity.unfinished")
+    assert told.verdict == "note" and told.evidence == source.unfinished and told.layer == "weights"
+    beyond = copy(LocalSource(here), tmp_path / "copied")
+    assert beyond.left == source.unfinished and set(beyond.files) == set(source.files())
+    before = [(name, source.stamp(name)) for name in source.files()]
+    with open(here / f"model-2.safetensors{PARTIAL}", "ab") as part:
+        part.write(b"more")
+    (here / f"{STATE}.lock").touch()
+    again = open_source(str(here))
+    assert [(name, again.stamp(name)) for name in again.files()] == before, "no other checkpoint by what is beside it"
+    copy(Remote(up), here)
+    whole = open_source(str(here))
+    assert set(whole.files()) == set(Remote(up).files()) and whole.unfinished == ()
+    assert not [f for f in storage_findings(whole, read_index(whole)) if f.kind == "integrity.unfinished"]
+
+
+def write_shards(folder: Path) -> None:
+    """Two sound shards without an index file, the second the larger."""
+    for number in (1, 2):
+        data = bytes(1000 * number**2)
+        header = {f"t{number}": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
+        text = json.dumps(header).encode()
+        (folder / f"model-{number}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_a_folder_of_nothing_but_unfinished_copies_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / f"config.json{PARTIAL}").write_text("{")
+    with pytest.raises(UsageError, match=r"is no checkpoint: .*found config\.json\.partial\."):
+        open_source(str(tmp_path))
 
 
 def test_a_file_that_changed_is_fetched_anew(tmp_path: Path) -> None:
@@ -166,7 +213,7 @@ def test_a_damaged_state_is_no_end(tmp_path: Path) -> None:
     for damaged in ("{", '{"source": "%s", "done": {"config.json": {}}, "begun": {}}' % (tmp_path / "up")):
         (tmp_path / "here" / STATE).write_text(damaged)
         copy(Remote(tmp_path / "up"), tmp_path / "here")
-    assert held(tmp_path / "here") == FILES and not list((tmp_path / "here").rglob(f"*{PART}"))
+    assert held(tmp_path / "here") == FILES and not list((tmp_path / "here").rglob(f"*{PARTIAL}"))
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
