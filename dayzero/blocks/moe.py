@@ -119,5 +119,6 @@ class MoEBlock:
     def _chosen(self, x_TW: Tensor, ids_TN: Tensor, weights_TN: Tensor) -> Tensor:
         """[T, W] what the chosen experts make of x; those that are fetched are asked for by the host."""
         if self.fetched is not None:
+            ids_TN = ids_TN.cpu()  # the only thing that is waited for
             self.fetched.expect([e for e in ids_TN.unique().tolist() if e >= 0])
         return self.experts(x_TW, ids_TN, weights_TN, *self.weights, self.act_args, biases=self.biases)

@@ -41,17 +41,20 @@ class StoredTier:
     makes parameters on. See ``residency.Tier``.
 
     lay_out: gives a stack of one expert as its operator takes it; None: matrices are kept as they are read.
-    stored_bytes: of all of them in the files.
+    expert_bytes: of one expert as it is kept; None where that is not known yet. stored_bytes: of all in the files.
     """
 
     def __init__(
-        self, loader: Loader, site: str, num_experts: int, packed: frozenset[str], lay_out: LayOut | None = None
-    ) -> None:
+        self, loader: Loader, site: str, num_experts: int, packed: frozenset[str], lay_out: LayOut | None = None,
+        expert_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         self.num_experts = num_experts
         self.names = [f"{site}.{matrix}" for matrix in MATRICES]
         self._loader, self._packed, self._lay_out = loader, packed, lay_out
         self.stored_bytes = loader.stored_bytes(self.names)
-        if lay_out is None:
+        if expert_bytes is not None:
+            self.expert_bytes = expert_bytes
+        elif lay_out is None:
             self.expert_bytes = sum(loader.expert_bytes(name, name in packed) for name in self.names)
         else:  # only its operator knows what a layout takes
             self.expert_bytes = sum(value.nbytes for value in self.fetch(0).values())
@@ -77,7 +80,7 @@ def one_by_one(operator: Operator) -> Operator:
     ) -> Tensor:  # fmt: skip
         def one(x_RD: Tensor, expert: int) -> Tensor:
             own = None if biases is None else tuple(bias[expert : expert + 1] for bias in biases)
-            first_R1 = ids_TN.new_zeros(x_RD.shape[0], 1)
+            first_R1 = x_RD.new_zeros(x_RD.shape[0], 1, dtype=ids_TN.dtype)  # ids may lie on the host
             matrices = gate[expert], up[expert], down[expert]
             out: Tensor = operator(x_RD, first_R1, torch.ones_like(first_R1).float(), *matrices, activation, biases=own)
             return out
@@ -196,15 +199,25 @@ def keep_experts(
         # Operators that are made for a device take whole stacks; the others ask for an expert by its number.
         kept.apart = frozenset(site for site, line in lines.items() if line.target not in ("any", "cpu"))
         kept.bind = _apart(kept.bind, kept.apart)
-        kept.tiers = {
-            int(site.split(".")[1]): StoredTier(
-                loader, site, moe.router.experts, packed,
-                prepack_of(lines[site]) or _as_it_is if site in kept.apart else None,
-            )
-            for site, moe in sites.items()
-        }  # fmt: skip
+        kept.tiers = _tiers(loader, sites, lines, packed, kept.apart)
         kept.residency = _residency(kept.tiers, expert_bytes, model.source.parallel_reads)
     return kept
+
+
+def _tiers(
+    loader: Loader, sites: Mapping[str, MoE], lines: Mapping[str, Line], packed: frozenset[str], apart: frozenset[str]
+) -> dict[int, StoredTier]:
+    """By layer. One expert is read to learn what a layout takes, for all layers whose experts are alike."""
+    tiers: dict[int, StoredTier] = {}
+    known: dict[tuple[object, ...], int] = {}
+    for site, moe in sites.items():
+        lay_out = prepack_of(lines[site]) or _as_it_is if site in apart else None
+        in_4_bits = tuple(f"{site}.{matrix}" in packed for matrix in MATRICES)
+        alike = (moe.inner, moe.width, in_4_bits, lines[site].contract, lines[site].variant)
+        tier = StoredTier(loader, site, moe.router.experts, packed, lay_out, known.get(alike))
+        tiers[int(site.split(".")[1])] = tier
+        known[alike] = tier.expert_bytes
+    return tiers
 
 
 def _ring(model: LoadedModel, lines: Mapping[str, Line], packed: frozenset[str]) -> Ring | None:

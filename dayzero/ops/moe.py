@@ -81,12 +81,13 @@ def summed_by_expert(x_TD: Tensor, ids_TN: Tensor, weights_TN: Tensor, one: Call
     """sum over a token's experts of weight * one(x of the rows that chose it [R, D], expert) -> [T, D] in x's dtype.
 
     Experts are asked in ascending id, each that some token chose once; the sum runs in f32 in that order. An id of -1
-    is no expert. The host waits for a device once, for the ids.
+    is no expert. ids may lie on the host beside an x that does not; else the host waits for a device once, for them.
     """
     sum_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     rows_of = _rows_by_expert(ids_TN.cpu())
     if not rows_of:
         return sum_TD.to(x_TD.dtype)
+    ids_TN = ids_TN.to(x_TD.device, non_blocking=True)
     together = torch.cat(list(rows_of.values())).to(x_TD.device, non_blocking=True)
     for expert, rows in zip(rows_of, together.split(list(map(len, rows_of.values()))), strict=True):
         weight_R1 = torch.where(ids_TN == expert, weights_TN.float(), 0.0).sum(-1, keepdim=True)[rows]

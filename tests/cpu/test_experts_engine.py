@@ -126,7 +126,9 @@ def test_an_operator_over_whole_stacks_is_called_for_one_expert_after_another(
     twin = write(name, tmp_path)
     want = answers(engine(twin))
     line_of = kept_experts.chosen
-    monkeypatch.setattr(kept_experts, "chosen", lambda *given: replace(line_of(*given), target="cuda", packed=True))
+    monkeypatch.setattr(
+        kept_experts, "chosen", lambda *given: replace(line_of(*given), target="cuda", packed=("mxfp4",))
+    )
     asked: list[int] = []
     body = CONTRACTS["moe.experts"].body
 
@@ -140,9 +142,56 @@ def test_an_operator_over_whole_stacks_is_called_for_one_expert_after_another(
         kept_experts, "_apart",
         lambda bind, sites: apart(lambda contract, site: whole if site in sites else bind(contract, site), sites),
     )  # fmt: skip
-    served = engine(twin, expert_bytes=3 * expert_bytes(twin))
+    size, fetched, fetch = expert_bytes(twin), [], kept_experts.StoredTier.fetch
+    monkeypatch.setattr(
+        kept_experts.StoredTier, "fetch", lambda tier, number: fetched.append(number) or fetch(tier, number)
+    )
+    served = engine(twin, expert_bytes=3 * size)
+    tiers = served.runner._ready.experts.tiers.values()
+    assert fetched == [0] and len(tiers) > 1, "one expert tells what all that are alike take"
+    assert {tier.expert_bytes for tier in tiers} == {size}
     assert_same(answers(served), want)
     assert asked and served.loop.progress().counters["expert_evictions"] > 0
+
+
+class Away(Tensor):
+    """Ids on a device: to bring them over is counted, and nothing else may look at them."""
+
+    brought = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is Tensor.cpu, f"{func} looks at what lies on the device"
+        cls.brought += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {})).as_subclass(Tensor)
+
+
+@pytest.mark.parametrize("whole_stacks", [False, True])
+def test_the_host_reads_ids_once_a_layer(tmp_path: Path, whole_stacks: bool) -> None:
+    twin = write("qwen3_30b_a3b", tmp_path)
+    block = next(
+        one.channel
+        for one in engine(twin, expert_bytes=3 * expert_bytes(twin)).runner.stack._layers.values()
+        if hasattr(one.channel, "weights")
+    )
+    if whole_stacks:
+        body = block.experts
+        block.experts = kept_experts.one_by_one(
+            lambda x, ids, weights, gate, up, down, *more, **options: body(
+                x, ids, weights, gate[None], up[None], down[None], *more, **options
+            )
+        )
+    router, generator = block.spec.router, torch.Generator().manual_seed(3)
+    x = torch.randn(5, block.spec.latent or block.spec.dim, generator=generator)
+    ids = torch.rand(5, router.experts, generator=generator).argsort(1)[:, : router.top_k]
+    ids[2] = -1
+    weights = torch.rand(5, router.top_k, generator=generator)
+    with torch.inference_mode():
+        want = block._chosen(x, ids, weights)
+        Away.brought = 0
+        assert block._chosen(x, ids.as_subclass(Away), weights).equal(want)
+    assert Away.brought == 1 and not want[2].any() and want[0].any()
 
 
 def test_one_expert_is_one_read_where_its_tensors_lie_together(tmp_path: Path) -> None:
