@@ -8,22 +8,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from dayzero.acceptance.accept import service
 from dayzero.acceptance.accept.http import Client, NoAnswer
-from dayzero.acceptance.accept.run import failed_to_run
+from dayzero.acceptance.accept.registry import NAMES, parse_stages, stage_named
+from dayzero.acceptance.accept.run import Asked, accept, failed_to_run
 from dayzero.acceptance.accept.service import Servers
-from dayzero.acceptance.accept.stage import Subject
+from dayzero.acceptance.accept.stage import Context, Stage, StageResult, Subject
 from dayzero.acceptance.server_process import NotServing, ServerProcess
 from dayzero.acceptance.stages import functional
 from dayzero.cli import main
 from dayzero.commands.serve import ServeArguments, config_of
 from dayzero.errors import EngineDead, MachineError, ModelError, UsageError
+from dayzero.finding import Finding
 from tests.clients.small_model import write_model
+from tests.cpu.mutations.mutation import Part
+from tests.cpu.mutations.narrow import narrowed
 from tests.paper.server_support import make, serving
 
 OPTIONS = ("--dtype", "float32", "--threads", "1", "--pool-bytes", "8MiB")
@@ -79,6 +86,75 @@ def test_one_server_is_shared_private_ones_are_not_and_none_stays(model: Path, t
         assert len(list(tmp_path.glob("server-*.log"))) == 3
     assert all(gone(pid) for pid in (http, engine))
     assert set(psutil.Process().children(recursive=True)) <= before
+
+
+# --- how often a model is loaded
+
+
+@dataclass
+class Loaded:
+    """Stands for a ServerProcess: ready at once. log: one for each that was started."""
+
+    arguments: Sequence[str]
+    log: Path
+    key: str = ""
+    exit_code: int | None = None
+    told: dict[str, Any] = field(default_factory=lambda: {"served": ["small"], "info": {}})
+
+    def __post_init__(self) -> None:
+        self.log.touch()
+
+    def address(self, seconds: float) -> str:
+        return "http://127.0.0.1:9"
+
+    def end(self) -> None:
+        self.exit_code = 0
+
+
+def _served(stage: Stage) -> Stage:
+    """A stage that finds nothing, and asks for the servers that it needs as the real one does."""
+
+    def run(context: Context) -> StageResult:
+        if stage.ends_shared:
+            for _ in range(2):  # to be hurt, and started again
+                with context.services.private("--max-running", "4"):
+                    pass
+        elif stage.needs & {"service", "own service"}:
+            context.services.shared()
+        return StageResult((Finding(f"{stage.name}.x", "server", "pass", "it holds"),))
+
+    return replace(stage, run=run)
+
+
+@pytest.mark.parametrize("names", [None, "performance,robustness,contract", "robustness,contract", "contract"])
+def test_a_model_is_loaded_once_for_all_stages_that_share_a_server(
+    names: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "ServerProcess", Loaded)
+    given, out = parse_stages(names), tmp_path / "out"
+    subject = Subject("models/small")
+    protocol = {"subject": {}, "left_out": [], "profile": "quick", "seed": 0}
+    asked = Asked(subject, [_served(stage_named(name)) for name in given], out, protocol)
+    record = accept(asked, lambda folder: Servers(subject, folder), lambda record, folder: folder)
+    assert [stage["name"] for stage in record["stages"]] == list(given)
+    started = len(list((out / "servers").glob("server-*.log")))
+    assert started == 1 + 2 * ("robustness" in given)
+
+
+def test_stages_that_ask_for_a_server_of_their_own_say_that_they_end_the_shared_one() -> None:
+    folder = Path(functional.__file__).parent
+    own = {path.stem for path in folder.glob("*.py") if "services.private(" in path.read_text("utf-8")}
+    assert own == {name for name in NAMES if stage_named(name).ends_shared}
+
+
+def test_real_stages_start_one_server_to_share_and_one_to_hurt(model: Path, tmp_path: Path) -> None:
+    parts = (Part("performance"), Part("robustness", ("hurt",)), Part("contract", ("alive",)))  # no second start
+    subject, out = Subject(str(model), serve=OPTIONS), tmp_path / "out"
+    protocol = {"subject": {}, "left_out": [], "profile": "quick", "seed": 0}
+    asked = Asked(subject, [narrowed(part, None) for part in parts], out, protocol)
+    record = accept(asked, lambda folder: Servers(subject, folder), lambda record, folder: folder)
+    assert [stage["name"] for stage in record["stages"]] == [part.stage for part in parts]
+    assert len(list((out / "servers").glob("server-*.log"))) == 2
 
 
 def test_a_server_ends_by_itself_when_it_is_asked(servers: Servers) -> None:
@@ -140,9 +216,12 @@ def test_a_process_that_is_asked_to_end_takes_its_servers_along(tmp_path: Path) 
     code = f"""
 import sys, time
 from pathlib import Path
-from dayzero.acceptance.accept.run import failed_to_run
+from dayzero.acceptance.accept import service
+from dayzero.acceptance.accept.http import Client, NoAnswer
+from dayzero.acceptance.accept.registry import NAMES, parse_stages, stage_named
+from dayzero.acceptance.accept.run import Asked, accept, failed_to_run
 from dayzero.acceptance.accept.service import Servers
-from dayzero.acceptance.accept.stage import Subject
+from dayzero.acceptance.accept.stage import Context, Stage, StageResult, Subject
 with Servers(Subject("model"), Path({str(tmp_path / "logs")!r})) as servers:
     sys.executable = {str(python)!r}
     print(servers.shared().process_ids[0], flush=True)

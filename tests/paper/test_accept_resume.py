@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import xml.etree.ElementTree as tree
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -52,6 +53,7 @@ class World:
     open: int = 0
     bodies: dict[str, Callable[[Context], StageResult]] = field(default_factory=dict)
     needs: dict[str, frozenset[Any]] = field(default_factory=dict)
+    ends_shared: frozenset[str] = frozenset()
 
     @contextmanager
     def services(self, folder: Path) -> Iterator[Any]:
@@ -72,7 +74,7 @@ class World:
             self.ran.append(name)
             return self.bodies.get(name, lambda _: StageResult((GOOD,)))(context)
 
-        return Stage(name, name.title(), self.needs.get(name, frozenset()), run)
+        return Stage(name, name.title(), self.needs.get(name, frozenset()), run, name in self.ends_shared)
 
     def accept(self, *names: str, **changes: Any) -> dict[str, Any]:
         """changes: of the protocol (``seed``, ``profile``, ``package`` …), ``stamps`` and ``subject``."""
@@ -130,6 +132,33 @@ def test_a_second_run_takes_what_is_done_and_says_so(world: World) -> None:
     third = world.accept("weights", "contract")
     assert world.ran == [] and without_times(third) == without_times(first)
     assert third["digest"] == first["digest"] and third["outcome"] == first["outcome"]
+
+
+def test_what_ends_the_shared_server_runs_last_and_keeps_its_place_in_the_record(world: World) -> None:
+    plain = world.accept("performance", "robustness", "contract")
+    other = World(world.folder.with_name("other"), ends_shared=frozenset({"robustness"}))
+    record = other.accept("performance", "robustness", "contract")
+    assert other.ran == ["performance", "contract", "robustness"]
+    assert [line.split(":")[0] for line in other.news] == ["1/3 performance", "2/3 contract", "3/3 robustness"]
+    assert [stage["name"] for stage in record["stages"]] == ["performance", "robustness", "contract"]
+    assert record["digest"] == plain["digest"]
+    assert [suite.get("name") for suite in tree.parse(other.folder / JUNIT).getroot()] == [
+        "Performance", "Robustness", "Contract",
+    ]  # fmt: skip
+
+
+def test_a_run_interrupted_in_the_last_one_run_keeps_those_behind_it_in_the_record(world: World) -> None:
+    world.ends_shared = frozenset({"robustness"})
+
+    def interrupted(context: Context) -> StageResult:
+        raise KeyboardInterrupt
+
+    world.bodies["robustness"] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        world.accept("performance", "robustness", "contract")
+    del world.bodies["robustness"]
+    record = world.accept("performance", "robustness", "contract")
+    assert world.ran == ["robustness"] and [stage["taken"] for stage in record["stages"]] == [True, False, True]
 
 
 @pytest.mark.parametrize(

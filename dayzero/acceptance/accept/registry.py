@@ -1,4 +1,5 @@
-"""The stages of an acceptance, in the order they run. A stage's file is imported when it is asked for."""
+"""The stages of an acceptance, in the order of its record; ``run.run_order`` says in which they run. A stage's file is
+imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def stage_named(name: str) -> Stage:
 
 
 def parse_stages(text: str | None) -> tuple[str, ...]:
-    """``weights,contract`` -> the names in the order they run; all of them for None. UsageError for other names."""
+    """``weights,contract`` -> the names in the order of NAMES; all of them for None. UsageError for other names."""
     if text is None:
         return NAMES
     given = [part.strip() for part in text.split(",")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -91,7 +91,8 @@ def accept(
     with kept.opened():
         with services(asked.out / "servers") as servers:
             seen = _Seen(servers)
-            stages = [_stage(asked, kept, stage, number, seen, shown) for number, stage in enumerate(asked.stages, 1)]
+            done = {s.name: _stage(asked, kept, s, at, seen, shown) for at, s in enumerate(run_order(asked.stages), 1)}
+        stages = [done[stage.name] for stage in asked.stages]
         told = next((stage["service"] for stage in stages if stage.get("service")), None)
         protocol = {**asked.protocol, "service": told}
         record = record_of(protocol, stages, began, _now(), round(time.monotonic() - clock, 3))
@@ -99,6 +100,12 @@ def accept(
         write_whole(asked.out / JUNIT, junit_xml(record))
         page(record, asked.out)
     return record
+
+
+def run_order(stages: Iterable[Stage]) -> list[Stage]:
+    """The stages as they are run: as they stand in the record, but those that end the shared server behind the others.
+    A model is loaded for every server that is started."""
+    return sorted(stages, key=lambda stage: stage.ends_shared)
 
 
 def _now() -> str:

@@ -128,9 +128,12 @@ class StageResult:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """needs: what the subject must have; without it the stage is one finding, not applicable. run: UserError becomes
-    a failed finding of the stage; whatever else it raises is a bug of this package, and ends the run."""
+    a failed finding of the stage; whatever else it raises is a bug of this package, and ends the run. ends_shared: it
+    asks for servers of its own (``Services.private``); it is run behind all others, whatever its place in the record,
+    so that no other stage has the shared server started anew."""
 
     name: str
     title: str
     needs: frozenset[Need]
     run: Callable[[Context], StageResult]
+    ends_shared: bool = False

@@ -216,4 +216,4 @@ def samples(soak: Soak) -> dict[str, dict[str, float]]:
     return {"soak, a second": {kind: number / soak.seconds for kind, number in soak.counts.items()}}
 
 
-STAGE = Stage("robustness", "Robustness", frozenset({"service"}), run)
+STAGE = Stage("robustness", "Robustness", frozenset({"service"}), run, ends_shared=True)
