@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Axis = Literal["tp", "ep", "pp", "cp", "dp"]
+Form = Literal["mxfp4", "fp8_block"]  # of a matrix as it is stored: ``Mxfp4``, ``Fp8Blocks``
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,19 @@ class Format:
     @property
     def quantized(self) -> bool:
         return self.block is not None
+
+    @property
+    def form(self) -> Form | None:
+        """The form in which operators may take a matrix as this format stores it; None where it has to be decoded."""
+        return _FORMS.get((self.element, self.block, self.scale)) if self.tensor_scale is None else None
+
+
+FP8_SIZE = 128  # rows, and columns, of a scale block of FP8
+_FORMS: dict[tuple[str, tuple[int, int] | None, str | None], Form] = {
+    ("e2m1", (1, 32), "e8m0"): "mxfp4",
+    ("e4m3", (FP8_SIZE, FP8_SIZE), "f32"): "fp8_block",
+    ("e4m3", (FP8_SIZE, FP8_SIZE), "e8m0"): "fp8_block",
+}
 
 
 F32 = Format("f32", "f32", 32)
@@ -113,6 +127,9 @@ class Fp8Blocks:
     def __getitem__(self, number: int | slice) -> Fp8Blocks:
         assert self.codes.dim() == 3, "rows of a matrix share their scales: it is not indexed"
         return Fp8Blocks(self.codes[number], self.scales[number])
+
+
+Packed = Mxfp4 | Fp8Blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ PAPER_FILES = {
 }
 # The only files of a paper room that hold tensors.
 DEVICE_FILES = {
-    f"checkpoint/{name}.py" for name in ("building", "dequant", "lazy", "staging", "statistics", "stream")
+    f"checkpoint/{name}.py" for name in ("building", "dequant", "extents", "lazy", "staging", "statistics", "stream")
 }  # fmt: skip
 # planner/detect asks the machine what it has; the package's own names (LLM) load their modules when first used.
 LATE_IMPORT_ALLOWED = {"planner/detect.py", "__init__.py"}

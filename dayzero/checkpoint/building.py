@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dayzero.checkpoint.coverage import Source as Stored
 from dayzero.checkpoint.rules import Group, Narrow, Slice, Target
-from dayzero.decl import Mxfp4, ParamDecl
+from dayzero.decl import FP8_SIZE, Form, Fp8Blocks, Mxfp4, Packed, ParamDecl
 from dayzero.errors import CheckpointError
+from dayzero.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,11 @@ class Building:
     """A parameter being filled. done: slices written so far, as (expert, slice); filled: elements written so far."""
 
     decl: ParamDecl
-    tensor: Tensor | Mxfp4
+    tensor: Tensor | Packed
     done: set[tuple[int | None, Slice | None]] = field(default_factory=set)
     filled: int = 0
 
-    def place(self, target: Target, number: int | None) -> Tensor | Mxfp4:
+    def place(self, target: Target, number: int | None) -> Tensor | Packed:
         """The part of the parameter that a target fills: a view."""
         into = self.tensor if number is None or not target.stacked else self.tensor[number]
         return cut(into, target.of_param)
@@ -52,33 +53,64 @@ class Building:
         self.done.add(place)
         self.filled += prod(self.place(target, number).shape)
 
-    def write(self, target: Target, number: int | None, value: Tensor | Mxfp4) -> None:
+    def write(self, target: Target, number: int | None, value: Tensor | Packed) -> None:
         into = self.place(target, number)
         self.mark(target, number)
         assert into.shape == value.shape, f"{self.decl.name}: {tuple(value.shape)} does not fit {tuple(into.shape)}"
-        if isinstance(into, Mxfp4):
-            assert isinstance(value, Mxfp4), f"{self.decl.name}: decoded values for a parameter in 4 bits"
+        if isinstance(into, Tensor):
+            assert isinstance(value, Tensor), f"{self.decl.name}: packed values for a decoded parameter"
+            into.copy_(value)
+        else:
+            assert type(value) is type(into), f"{self.decl.name}: other values than its form has"
             into.codes.copy_(value.codes)
             into.scales.copy_(value.scales)
-        else:
-            assert isinstance(value, Tensor), f"{self.decl.name}: 4-bit values for a decoded parameter"
-            into.copy_(value)
 
 
 @overload
 def cut(value: Tensor, piece: Slice | None) -> Tensor: ...
 @overload
-def cut(value: Mxfp4, piece: Slice | None) -> Mxfp4: ...
-def cut(value: Tensor | Mxfp4, piece: Slice | None) -> Tensor | Mxfp4:
-    """A view of ``value``. A matrix in 4 bits is cut along its rows, or the dimension before them."""
+def cut(value: Packed, piece: Slice | None) -> Packed: ...
+def cut(value: Tensor | Packed, piece: Slice | None) -> Tensor | Packed:
+    """A view of ``value``. Of a packed matrix ``slices.packed_form`` says which there are."""
     if piece is None:
         return value
     if isinstance(value, Mxfp4):
         assert piece.dim < len(value.shape) - 1, "columns of 4 bits are not cut apart"
         return Mxfp4(cut(value.codes, piece), cut(value.scales, piece))
+    if isinstance(value, Fp8Blocks):
+        blocks = piece
+        if piece.dim >= len(value.shape) - 2:
+            assert piece.start % FP8_SIZE == 0 and piece.step == 1, "a piece of a scale block is not cut off"
+            blocks = Slice(piece.dim, piece.start // FP8_SIZE, -(-piece.stop // FP8_SIZE))
+        return Fp8Blocks(cut(value.codes, piece), cut(value.scales, blocks))
     index = [slice(None)] * value.dim()
     index[piece.dim] = slice(piece.start, piece.stop, piece.step)
     return value[tuple(index)]
+
+
+def new_packed(form: Form, shape: tuple[int, ...], device: torch.device) -> Packed:
+    """A packed matrix, or a stack of them, of this logical shape, its values undefined."""
+    codes, scales = packed_shapes(form, shape)
+    if form == "mxfp4":
+        return Mxfp4(*(torch.empty(size, dtype=torch.uint8, device=device) for size in (codes, scales)))
+    return Fp8Blocks(
+        torch.empty(codes, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(scales, dtype=torch.float32, device=device),
+    )
+
+
+def packed_bytes(form: Form, shape: tuple[int, ...]) -> int:
+    """Of a packed matrix, or a stack of them, of this logical shape."""
+    codes, scales = packed_shapes(form, shape)
+    return prod(codes) + prod(scales) * (1 if form == "mxfp4" else 4)
+
+
+def packed_shapes(form: Form, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape of the codes, of the scales) of a packed matrix, or a stack of them, of this logical shape."""
+    *stack, rows, columns = shape
+    if form == "mxfp4":
+        return (*stack, rows, columns // 2), (*stack, rows, columns // 32)
+    return shape, (*stack, ceil_div(rows, FP8_SIZE), ceil_div(columns, FP8_SIZE))
 
 
 def check_padding(value: Tensor, target: Target, tensor: str) -> None:

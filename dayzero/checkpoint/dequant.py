@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dayzero.checkpoint.formats import parts as stored_parts
 from dayzero.checkpoint.formats import why_not
-from dayzero.decl import Format, Mxfp4
+from dayzero.decl import Format, Fp8Blocks, Mxfp4, Packed
 from dayzero.errors import CheckpointError
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -90,16 +90,28 @@ def dequantize(
     return out
 
 
-def keep_packed(fmt: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], tensor: str = "tensor") -> Mxfp4:
-    """The tensor of ``shape`` that ``parts`` hold in MXFP4, as it is: views of them.
+def keep_packed(fmt: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], tensor: str = "tensor") -> Packed:
+    """The tensor of ``shape`` that ``parts`` hold, in the form that the format has, as it is: views of them, but for
+    block scales of FP8, which become f32, exactly.
 
     Errors: CheckpointError, where decoding it to float32 or bfloat16 raises one.
     """
     _check_parts(fmt, parts, shape, tensor)
+    assert fmt.form is not None, f"{tensor}: {fmt.name} is no form that operators take"
+    if fmt.form == "fp8_block":
+        return _keep_blocks(fmt, parts, shape, tensor)
     scales = parts["scale"].view(torch.uint8)
     if scales.numel() and int(scales.amax()) > _SURE_SCALE:
         dequantize(fmt, parts, shape, torch.bfloat16, tensor)
     return Mxfp4(parts["weight"].view(torch.uint8).reshape(*shape[:-1], shape[-1] // 2), scales)
+
+
+def _keep_blocks(fmt: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], tensor: str) -> Fp8Blocks:
+    scales = _scales_unchecked(parts["scale"])
+    largest = float(scales.abs().amax()) * E4M3_MAX  # NaN where one is
+    if not largest <= torch.finfo(torch.bfloat16).max:
+        dequantize(fmt, parts, shape, torch.bfloat16, tensor)
+    return Fp8Blocks(parts["weight"], scales)
 
 
 def quantize(fmt: Format, weight: Tensor) -> dict[str, Tensor]:
@@ -145,13 +157,16 @@ def _check_parts(fmt: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...
 
 def _scale_f32(scale: Tensor, tensor: str) -> Tensor:
     """Block scales in f32; CheckpointError at the first that is not finite."""
-    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        codes = scale if scale.dtype == torch.uint8 else scale.view(torch.uint8)
-        values = e8m0_table().to(scale.device)[codes.long()]
-    else:
-        values = scale.float()
+    values = _scales_unchecked(scale)
     _check_finite(values, tensor, "scale")
     return values
+
+
+def _scales_unchecked(scale: Tensor) -> Tensor:
+    """f32, exactly; NaN where e8m0's code says so."""
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return e8m0_table().to(scale.device)[scale.view(torch.uint8).long()]
+    return scale.float()
 
 
 def _check_finite(values: Tensor, tensor: str, what: str) -> None:

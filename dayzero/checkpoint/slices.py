@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from dayzero.checkpoint.found import Alike, Entry, Source
-from dayzero.checkpoint.rules import Group, Rule, Slice, Split, Target
-from dayzero.decl import ParamDecl
+from dayzero.checkpoint.rules import Fuse, Group, Rule, Slice, Split, Target
+from dayzero.decl import FP8_SIZE, Form, ParamDecl
 
 
 def slice_decl(decl: ParamDecl, number: int) -> ParamDecl:
@@ -30,14 +30,25 @@ def gives_slices(group: Group, sources: Sequence[Source], entries: Mapping[str, 
     return all(role != "shape" and tuple(shape[:1]) == group.shape[:1] for role, shape in parts)
 
 
-def stays_packed(group: Group, sources: Sequence[Source]) -> bool:
-    """Whether the group is stored in MXFP4 throughout, each target a whole parameter, or one expert of it, that is
-    cut from what is stored along rows, not columns."""
-    plain = isinstance(group.rule, Rule | Split) and all(
-        t.of_param is None and (t.of_tensor is None or t.of_tensor.dim < len(group.shape) - 1) for t in group.targets
-    )
+def packed_form(group: Group, sources: Sequence[Source]) -> Form | None:
+    """The form that the group is stored in throughout, where what its targets take of it can be cut from codes and
+    scales alike: 4 bits along rows, FP8 between scale blocks. None where it has to be decoded."""
     formats = {sources.format} if isinstance(sources, Alike) else {s.format for s in sources}
-    return plain and all((f.element, f.scale, f.block) == ("e2m1", "e8m0", (1, 32)) for f in formats)
+    forms = {fmt.form for fmt in formats}
+    form = forms.pop() if len(forms) == 1 else None
+    if form is None or not isinstance(group.rule, Rule | Split | Fuse):
+        return None
+    columns = len(group.shape) - 1
+    for target in group.targets:
+        of_param = target.of_param  # it counts dimensions of a stack, or of what ``{e}`` names one of
+        pieces = [piece for piece in (target.of_tensor, of_param) if piece is not None]
+        if form == "mxfp4" and any(piece.dim == columns for piece in pieces):
+            return None
+        if form == "fp8_block" and any(
+            piece.dim >= columns - 1 and (piece.start % FP8_SIZE or piece.step != 1) for piece in pieces
+        ):
+            return None
+    return form
 
 
 def slice_of(

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from dayzero.checkpoint.dequant import dequantize
-from dayzero.decl import MXFP4_PACK, Mxfp4, ParamDecl
+from dayzero.decl import FP8_BLOCK, FP8_SIZE, MXFP4_PACK, Fp8Blocks, Mxfp4, Packed, ParamDecl
 from dayzero.finding import Finding
 
 # Norm weights start at 1 (plain) or 0 (1 + w) and training moves them about these points. A plain norm whose mean is
 # near 0 because channels are damped keeps its signs; only weights that are centred on 0 have many of both.
 NEAR = 0.35
 BOTH_SIGNS = 0.2
+CODES_AT_ONCE = 1 << 26  # of e4m3 that are looked through for NaN
 MATRIX_ROLES = ("linear", "embed", "router", "conv")
 
 
@@ -43,22 +44,44 @@ def statistics(decl: ParamDecl, tensor: Tensor) -> Finding | None:
     return None
 
 
-def packed_statistics(decl: ParamDecl, stack: Mxfp4) -> Finding | None:
-    """``statistics`` of a stack in 4 bits, which cannot hold NaN: its first expert that is all zero or constant, if
-    any. An expert whose first row varies is not decoded further."""
-    if min(stack.shape) == 0 or stack.shape[-1] == 1:
+def packed_statistics(decl: ParamDecl, value: Packed) -> Finding | None:
+    """``statistics`` of a packed matrix or stack: a NaN, which 4 bits cannot hold; else its first matrix that is all
+    zero or constant, if any. One whose first row varies is not decoded further."""
+    if min(value.shape) == 0:
         return None
-    first_EK = _decoded(Mxfp4(stack.codes[:, 0], stack.scales[:, 0]))  # of all experts at once
-    low_E, high_E = torch.aminmax(first_EK, dim=-1)
+    if isinstance(value, Fp8Blocks) and _holds_nan(value.codes):
+        return statistics(decl, torch.full((1,), torch.nan))
+    if math.prod(value.shape[-2:]) == 1:
+        return None
+    stacked = len(value.shape) == 3
+    stack = value if stacked else type(value)(value.codes[None], value.scales[None])
+    low_E, high_E = torch.aminmax(_first_rows(stack), dim=-1)
     for number in (low_E == high_E).nonzero()[:, 0].tolist():
         values = _decoded(stack[number])
         if bool(values.amin() == values.amax()):
-            return statistics(replace(decl, name=f"{decl.name}[{number}]", shape=decl.shape[1:]), values)
+            one = replace(decl, name=f"{decl.name}[{number}]", shape=decl.shape[1:]) if stacked else decl
+            return statistics(one, values)
     return None
 
 
-def _decoded(matrix: Mxfp4) -> Tensor:
-    return dequantize(MXFP4_PACK, {"weight": matrix.codes, "scale": matrix.scales}, matrix.shape)
+def _holds_nan(codes: Tensor) -> bool:
+    """Whether one of the codes of e4m3 is NaN. Some are looked at at a time."""
+    some = max(1, CODES_AT_ONCE // max(1, codes[0].numel()))
+    found = [((part.view(torch.uint8) & 0x7F) == 0x7F).any() for part in codes.split(some)]
+    return bool(torch.stack(found).any())
+
+
+def _first_rows(stack: Packed) -> Tensor:
+    """f32 [E, C], of all matrices at once."""
+    if isinstance(stack, Mxfp4):
+        return _decoded(Mxfp4(stack.codes[:, 0], stack.scales[:, 0]))
+    scales_EC = stack.scales[:, 0].repeat_interleave(FP8_SIZE, dim=-1)[:, : stack.shape[-1]]
+    return stack.codes[:, 0].float() * scales_EC
+
+
+def _decoded(matrix: Packed) -> Tensor:
+    fmt = MXFP4_PACK if isinstance(matrix, Mxfp4) else FP8_BLOCK
+    return dequantize(fmt, {"weight": matrix.codes, "scale": matrix.scales}, matrix.shape)
 
 
 def extremes(tensor: Tensor) -> Tensor:

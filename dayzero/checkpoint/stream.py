@@ -4,7 +4,7 @@ A load plans which stored tensors it needs, walks them in file order, reads each
 its slices into preallocated parameters, on an accelerator through ``staging``. Besides the parameters being built, one
 stored tensor is held at a time (from a source that reads in parallel: as many as it keeps in flight). A stack of
 experts, or a matrix, can be left where it is: then each expert, or the rows that are asked for, are read when they are.
-Experts in MXFP4 can stay in 4 bits.
+A matrix in MXFP4 or in blocks of FP8 can stay as it is stored.
 """
 
 from __future__ import annotations
@@ -19,10 +19,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from dayzero.checkpoint.building import Building, Need, check_padding, cut, memory_of, tensor_of
+from dayzero.checkpoint.building import (
+    Building,
+    Need,
+    check_padding,
+    cut,
+    memory_of,
+    new_packed,
+    packed_bytes,
+    tensor_of,
+)
 from dayzero.checkpoint.coverage import Coverage
-from dayzero.checkpoint.coverage import Source as Stored
 from dayzero.checkpoint.dequant import dequantize, keep_packed
+from dayzero.checkpoint.extents import Extent, decoding, extent_of
 from dayzero.checkpoint.index import Index
 from dayzero.checkpoint.lazy import ExpertStack, MatrixRows
 from dayzero.checkpoint.ranges import in_order
@@ -30,27 +39,21 @@ from dayzero.checkpoint.rules import Narrow, Target
 from dayzero.checkpoint.slices import (
     gives_rows,
     gives_slices,
+    packed_form,
     rows_decl,
     rows_of,
     slice_decl,
     slice_of,
-    stays_packed,
 )
 from dayzero.checkpoint.source import Source, read_together
 from dayzero.checkpoint.staging import NUM_READERS, Staging
 from dayzero.checkpoint.statistics import judge_norms, packed_statistics, statistics
-from dayzero.decl import Mxfp4, ParamDecl
+from dayzero.decl import Form, Packed, ParamDecl
 from dayzero.errors import CheckpointError
 from dayzero.finding import Finding
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
-
-Extent = tuple[str, int, int, torch.dtype, tuple[int, ...]]  # see ``Loader._extent``
 HOST = torch.device("cpu")
+AS_TENSORS: Mapping[str, Form] = {}  # nothing stays as it is stored
 
 
 class Loader:
@@ -109,7 +112,7 @@ class Loader:
         return [n for n in self._decls if not prefix or n == prefix or n.startswith(f"{prefix}.")]
 
     def load(
-        self, prefix: str, lazy: Container[str] = (), keep_bytes: int = 0, packed: Container[str] = ()
+        self, prefix: str, lazy: Container[str] = (), keep_bytes: int = 0, packed: Mapping[str, Form] = AS_TENSORS
     ) -> dict[str, Tensor]:
         """Every parameter whose name is ``prefix`` or starts with ``prefix.``, freshly allocated.
 
@@ -117,8 +120,8 @@ class Loader:
         expert, and of matrices wanted as ``MatrixRows``; one whose parts do not lie apart in the files is loaded all
         the same. keep_bytes: experts that were read are kept, for as long as the result is, until they fill this much;
         what comes later is read each time. None of them is given up for another, as runs over the experts of a layer
-        ask for them in the same order: each would find the ones given up that it needs next. packed: names of
-        parameters that are wanted as ``Mxfp4`` where they are stored so (``packs``); the others are decoded.
+        ask for them in the same order: each would find the ones given up that it needs next. packed: form, by name,
+        of parameters that are wanted as they are stored; one that ``packs`` gives no such form is decoded.
         Errors: CheckpointError naming the tensor when bytes cannot be read or decoded, when the padding of a narrowed
         tensor is not zero, or when a tied copy differs from its original.
         """
@@ -127,13 +130,13 @@ class Loader:
         apart: dict[str, object] = {n: self._rows(n) for n in names if n in lazy and self._by_row(n)}
         by_expert = [n for n in names if n in lazy and n not in apart and self.by_expert(n)]
         apart |= self._stacks(by_expert, keep_bytes)
-        building = {n: self._allocate(self._decls[n], n in packed and self.packs(n)) for n in names if n not in apart}
+        building = {n: self._allocate(self._decls[n], self._wanted(n, packed)) for n in names if n not in apart}
         for decl, rule in self.coverage.filled.items():
             if decl.name in building:
                 cast(Tensor, building[decl.name].tensor).fill_(rule.fill)
                 building[decl.name].filled = decl.numel
         self._fill(building, self._needs(building))
-        # Who asks for parts that lie apart, or for 4 bits, uses them as tensors; nobody else meets one.
+        # Who asks for parts that lie apart, or for what is packed, uses them as tensors; nobody else meets one.
         return {n: cast(Tensor, apart[n] if n in apart else building[n].tensor) for n in names}
 
     def _fill(self, building: Mapping[str, Building], needs: Sequence[Need], judge: bool = True) -> None:
@@ -161,26 +164,35 @@ class Loader:
         assert one.filled == one.decl.numel, f"{one.decl.name}: {one.filled} of {one.decl.numel} elements were filled"
         return one
 
-    def packs(self, name: str) -> bool:
-        """Whether the parameter can be had as ``Mxfp4``: it is stored in that format and cut along rows alone."""
+    def packs(self, name: str) -> Form | None:
+        """The form that the parameter can be had in as it is stored (``slices.packed_form``); None where it has to be
+        decoded."""
         groups = [(self.coverage.groups[p], self.coverage.sources[p]) for p in self._groups.get(name, ())]
-        return name not in self._aliases and bool(groups) and all(stays_packed(g, stored) for g, stored in groups)
+        forms = {packed_form(group, stored) for group, stored in groups}
+        return forms.pop() if len(forms) == 1 and name not in self._aliases else None
 
-    def expert(self, names: Sequence[str], number: int, packed: Container[str] = ()) -> dict[str, Tensor | Mxfp4]:
-        """One expert of each of these stacked parameters, freshly read; those in ``packed`` in 4 bits, as views of
-        what was read. Ranges that touch come with one read. For any thread: nothing of the loader changes.
+    def _wanted(self, name: str, packed: Mapping[str, Form]) -> Form | None:
+        form = packed.get(name)
+        return form if form is not None and form == self.packs(name) else None
+
+    def expert(
+        self, names: Sequence[str], number: int, packed: Mapping[str, Form] = AS_TENSORS
+    ) -> dict[str, Tensor | Packed]:
+        """One expert of each of these stacked parameters, freshly read; those in ``packed`` in that form, which
+        ``packs`` gave, as views of what was read. Ranges that touch come with one read. For any thread: nothing of the
+        loader changes.
 
         Errors: as ``load``.
         """
         needs = self._expert_needs(names, number)
-        extents = [self._extent(n, need.part) for need in needs for role, n in _decoding(need.stored)]
+        extents = [extent_of(self.index.entries, n, need.part) for need in needs for role, n in decoding(need.stored)]
         names_of = {slice_decl(self._decls[name], number).name: name for name in names}
         building: dict[str, Building] = {}
-        out: dict[str, Tensor | Mxfp4] = {}
+        out: dict[str, Tensor | Packed] = {}
         with nullcontext() if self._staging is None else self._staging.queued():
             views = iter(self._together(extents))
             for need in needs:
-                parts = {role: next(views) for role, _ in _decoding(need.stored)}
+                parts = {role: next(views) for role, _ in decoding(need.stored)}
                 kept = tuple(t for t in need.targets if names_of[t.decl.name] in packed)
                 if kept:
                     value = keep_packed(need.stored.format, parts, need.group.shape, need.stored.name)
@@ -200,16 +212,16 @@ class Loader:
         data = read_together(self.source, ranges)
         return [tensor_of(part, dtype, shape) for part, (*_, dtype, shape) in zip(data, extents, strict=True)]
 
-    def expert_bytes(self, name: str, packed: bool) -> int:
-        """Bytes of one expert of a stack, once it is read."""
+    def expert_bytes(self, name: str, form: Form | None) -> int:
+        """Bytes of one expert of a stack, once it is read; form None: decoded."""
         decl = self._decls[name]
-        numel = decl.numel // decl.shape[0]
-        return numel // 2 + numel // 32 if packed else numel * self._dtype_of(decl).itemsize
+        shape = decl.shape[1:]
+        return prod(shape) * self._dtype_of(decl).itemsize if form is None else packed_bytes(form, shape)
 
     def stored_bytes(self, names: Sequence[str]) -> int:
         """Bytes in the files of what fills these parameters."""
         found = {stored for name in names for p in self._groups[name] for stored in self.coverage.sources[p]}
-        return sum(self.index.entries[tensor].nbytes for stored in found for _, tensor in _decoding(stored))
+        return sum(self.index.entries[tensor].nbytes for stored in found for _, tensor in decoding(stored))
 
     def by_expert(self, name: str) -> bool:
         """Whether one expert of the stack can be read without the others."""
@@ -285,11 +297,10 @@ class Loader:
     def _dtype_of(self, decl: ParamDecl) -> torch.dtype:
         return torch.float32 if decl.keep == "f32" else self.dtype
 
-    def _allocate(self, decl: ParamDecl, packed: bool = False) -> Building:
-        if not packed:
-            return Building(decl, torch.empty(decl.shape, dtype=self._dtype_of(decl), device=self.device))
-        codes, scales = ((*decl.shape[:-1], decl.shape[-1] // n) for n in (2, 32))
-        return Building(decl, Mxfp4(*(torch.empty(s, dtype=torch.uint8, device=self.device) for s in (codes, scales))))
+    def _allocate(self, decl: ParamDecl, form: Form | None = None) -> Building:
+        if form is not None:
+            return Building(decl, new_packed(form, decl.shape, self.device))
+        return Building(decl, torch.empty(decl.shape, dtype=self._dtype_of(decl), device=self.device))
 
     def _needs(self, building: Mapping[str, Building]) -> list[Need]:
         positions = sorted({p for name in building for p in self._groups.get(name, ())})
@@ -309,38 +320,22 @@ class Loader:
         """The stored parts that decoding needs, by role. Of a tensor that a parameter holds as it is stored: the bytes
         that were read, which are in their place already."""
         if self._staging is None:
-            file, first, size, dtype, shape = self._extent(need.stored.parts[0][1], need.part)
+            file, first, size, dtype, shape = extent_of(self.index.entries, need.stored.parts[0][1], need.part)
             memory = memory_of(need, building, dtype, shape)
             if memory is not None:
                 self.source.read_into(file, first, memory)
                 return size
-        return {role: self._tensor(name, need.part) for role, name in _decoding(need.stored)}
+        return {role: self._tensor(name, need.part) for role, name in decoding(need.stored)}
 
     def _tensor(self, name: str, part: int | range | None = None) -> Tensor:
         """A stored tensor, or its slice or rows ``part`` along dimension 0."""
-        file, first, size, dtype, shape = self._extent(name, part)
+        file, first, size, dtype, shape = extent_of(self.index.entries, name, part)
         if self._staging is not None:
             return self._staging.bring(self.source, file, first, size).view(dtype).reshape(shape)
         return tensor_of(self.source.read(file, first, size), dtype, shape)
 
-    def _extent(self, name: str, part: int | range | None) -> Extent:
-        """(file, first byte, bytes, element type, shape) of a stored tensor, or of its slice or rows ``part``."""
-        entry = self.index.entries[name]
-        if entry.dtype not in DTYPES:
-            raise CheckpointError(f"{name} in {entry.file} has element type {entry.dtype}, which cannot be decoded.")
-        dtype = DTYPES[entry.dtype]
-        if entry.nbytes != prod(entry.shape) * dtype.itemsize:
-            raise CheckpointError(f"{name} in {entry.file} has {entry.nbytes} bytes, which do not fit its shape.")
-        shape, size, first = entry.shape, entry.nbytes, entry.start
-        if part is not None:
-            rows = range(part, part + 1) if isinstance(part, int) else part
-            first += rows.start * (size // shape[0])
-            size = len(rows) * (size // shape[0])
-            shape = shape[1:] if isinstance(part, int) else (len(rows), *shape[1:])
-        return entry.file, first, size, dtype, shape
-
     def _write(self, need: Need, parts: Mapping[str, Tensor], building: Mapping[str, Building]) -> None:
-        kept = [t for t in need.targets if isinstance(building[t.decl.name].tensor, Mxfp4)]
+        kept = [t for t in need.targets if not isinstance(building[t.decl.name].tensor, Tensor)]
         if kept:
             packed = keep_packed(need.stored.format, parts, need.group.shape, need.stored.name)
             for target in kept:
@@ -393,8 +388,3 @@ class Loader:
             if (found.kind, stack) not in self._told:
                 self._told.add((found.kind, stack))
                 self._found.append(found)
-
-
-def _decoding(stored: Stored) -> list[tuple[str, str]]:
-    """(role, tensor) of the stored parts that decoding needs."""
-    return [(role, name) for role, name in stored.parts if role != "input_scale"]

@@ -1,5 +1,5 @@
-"""How a rank keeps its experts: in 4 bits where they are stored so, all of them or what a budget holds, and the ring in
-which they are converted. Decided once, when the model is loaded."""
+"""How a rank keeps its experts: as they are stored where their operator takes that, all of them or what a budget holds,
+and the ring in which they are converted. Decided once, when the model is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dayzero.blocks.moe import MATRICES, expert_sites
 from dayzero.blocks.open import LoadedModel
 from dayzero.blocks.site import Bind, Prepack, binder
 from dayzero.checkpoint.stream import Loader
-from dayzero.decl import MXFP4_PACK, Mxfp4
+from dayzero.decl import MXFP4_PACK, Form, Mxfp4, Packed
 from dayzero.engine.residency import LEAST_EXPERTS, Expert, FetchedStack, Residency
 from dayzero.errors import UsageError
 from dayzero.ops import experts_fp8
@@ -31,6 +31,7 @@ from dayzero.planner.experts import rank_ring_bytes
 from dayzero.units import bytes_text, counted
 
 MOST_THREADS = 8  # that read experts
+WORDS: Mapping[Form, str] = {"mxfp4": "in 4 bits as stored", "fp8_block": "in 8 bits as stored"}
 
 Operator = Callable[..., Any]
 LayOut = Callable[[Any], Any]
@@ -45,7 +46,7 @@ class StoredTier:
     """
 
     def __init__(
-        self, loader: Loader, site: str, num_experts: int, packed: frozenset[str], lay_out: LayOut | None = None,
+        self, loader: Loader, site: str, num_experts: int, packed: Mapping[str, Form], lay_out: LayOut | None = None,
         expert_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self.num_experts = num_experts
@@ -55,7 +56,7 @@ class StoredTier:
         if expert_bytes is not None:
             self.expert_bytes = expert_bytes
         elif lay_out is None:
-            self.expert_bytes = sum(loader.expert_bytes(name, name in packed) for name in self.names)
+            self.expert_bytes = sum(loader.expert_bytes(name, packed.get(name)) for name in self.names)
         else:  # only its operator knows what a layout takes
             self.expert_bytes = sum(value.nbytes for value in self.fetch(0).values())
 
@@ -65,9 +66,9 @@ class StoredTier:
         return kept if self._lay_out is None else {name: self._lay_out(_of_one(value)) for name, value in kept.items()}
 
 
-def _of_one(matrix: Tensor | Mxfp4) -> Tensor | Mxfp4:
+def _of_one(matrix: Tensor | Packed) -> Tensor | Packed:
     """A stack of this matrix alone."""
-    return Mxfp4(matrix.codes[None], matrix.scales[None]) if isinstance(matrix, Mxfp4) else matrix[None]
+    return matrix[None] if isinstance(matrix, Tensor) else type(matrix)(matrix.codes[None], matrix.scales[None])
 
 
 def one_by_one(operator: Operator) -> Operator:
@@ -92,8 +93,9 @@ def one_by_one(operator: Operator) -> Operator:
 
 @dataclass(slots=True)
 class KeptExperts:
-    """bind: the operators, those that convert experts with the rank's ring. packed: parameters that stay in 4 bits.
-    apart: sites whose operator takes whole stacks, though experts are fetched: it is called for one after another.
+    """bind: the operators, those that convert experts with the rank's ring. packed: form, by name, of
+    parameters that stay as they are stored. apart: sites whose operator takes whole stacks, though experts are fetched:
+    it is called for one after another.
 
     residency: None where all experts are held. reach: of what was loaded so far for the ring, [groups, groups outside,
     matrices with one].
@@ -102,7 +104,7 @@ class KeptExperts:
     loader: Loader
     bind: Bind
     sites: Mapping[str, MoE]
-    packed: frozenset[str]
+    packed: Mapping[str, Form]
     tiers: Mapping[int, StoredTier] = field(default_factory=dict)
     residency: Residency | None = None
     ring: Ring | None = None
@@ -152,10 +154,9 @@ class KeptExperts:
         """Of the start table."""
         if not self.sites:
             return []
-        form = "in 4 bits as stored" if self.packed else "decoded"
         inputs = next(iter(self.sites.values())).inputs
         number = counted(sum(moe.router.experts for moe in self.sites.values()), "expert")
-        rows = [("experts", f"{number} {form}, inputs {inputs}")]
+        rows = [("experts", f"{number} {self._kept_as()}, inputs {inputs}")]
         if self.residency is None:
             rows[0] = ("experts", f"{rows[0][1]}, {bytes_text(self.held_bytes)}")
         else:
@@ -170,6 +171,12 @@ class KeptExperts:
                 told = "not counted, as experts are read when they are chosen; such matrices go to the widening form"
             rows.append(("beyond e4m3's reach", told))
         return rows
+
+    def _kept_as(self) -> str:
+        """Of each form that some layers' experts are kept in."""
+        names = [f"{site}.{MATRICES[0]}" for site in self.sites]
+        words = [WORDS[self.packed[name]] if name in self.packed else "decoded" for name in names]
+        return ", ".join(dict.fromkeys(words))
 
     def _memory_row(self, residency: Residency) -> str:
         whole = sum(tier.expert_bytes * tier.num_experts for tier in self.tiers.values())
@@ -189,8 +196,8 @@ def keep_experts(
     experts or they cannot be read one by one, or when a variant that converts 4-bit experts meets others."""
     loader, sites = model.loader, expert_sites(model.spec)
     lines = {site: chosen(moe.contract, site, bindings, catalog) for site, moe in sites.items()}
+    packed = stored_forms(loader, {f"{site}.{matrix}": lines[site] for site in sites for matrix in MATRICES})
     single = [f"{site}.{matrix}" for site, line in lines.items() if line.packed for matrix in MATRICES]
-    packed = frozenset(name for name in single if loader.packs(name))
     ring = _ring(model, lines, packed)
     bind = binder(bindings, catalog)
     kept = KeptExperts(loader, bind if ring is None else _with_ring(bind, ring), sites, packed, ring=ring)
@@ -205,22 +212,33 @@ def keep_experts(
 
 
 def _tiers(
-    loader: Loader, sites: Mapping[str, MoE], lines: Mapping[str, Line], packed: frozenset[str], apart: frozenset[str]
+    loader: Loader,
+    sites: Mapping[str, MoE],
+    lines: Mapping[str, Line],
+    packed: Mapping[str, Form],
+    apart: frozenset[str],
 ) -> dict[int, StoredTier]:
     """By layer. One expert is read to learn what a layout takes, for all layers whose experts are alike."""
     tiers: dict[int, StoredTier] = {}
     known: dict[tuple[object, ...], int] = {}
     for site, moe in sites.items():
         lay_out = prepack_of(lines[site]) or _as_it_is if site in apart else None
-        in_4_bits = tuple(f"{site}.{matrix}" in packed for matrix in MATRICES)
-        alike = (moe.inner, moe.width, in_4_bits, lines[site].contract, lines[site].variant)
+        forms = tuple(packed.get(f"{site}.{matrix}") for matrix in MATRICES)
+        alike = (moe.inner, moe.width, forms, lines[site].contract, lines[site].variant)
         tier = StoredTier(loader, site, moe.router.experts, packed, lay_out, known.get(alike))
         tiers[int(site.split(".")[1])] = tier
         known[alike] = tier.expert_bytes
     return tiers
 
 
-def _ring(model: LoadedModel, lines: Mapping[str, Line], packed: frozenset[str]) -> Ring | None:
+def stored_forms(loader: Loader, lines: Mapping[str, Line]) -> dict[str, Form]:
+    """Form, by name, of the parameters that can be kept as they are stored, as the operator that takes them does too.
+    lines: by name of a parameter, the variant that its operator runs."""
+    found = {name: loader.packs(name) for name, line in lines.items() if line.packed}
+    return {name: form for name, form in found.items() if form is not None and form in lines[name].packed}
+
+
+def _ring(model: LoadedModel, lines: Mapping[str, Line], packed: Mapping[str, Form]) -> Ring | None:
     bound = [site for site, line in lines.items() if line.ring]
     for site in bound:
         others = [name for name in (f"{site}.{matrix}" for matrix in MATRICES) if name not in packed]
@@ -228,7 +246,8 @@ def _ring(model: LoadedModel, lines: Mapping[str, Line], packed: frozenset[str])
             raise UsageError(f"{site}: variant 'ring' converts experts in MXFP4, but {others[0]} is stored otherwise.")
     if not bound:
         return None
-    return Ring(rank_ring_bytes(model.spec, dict.fromkeys(packed, MXFP4_PACK), Mesh()))
+    in_4_bits = {name: MXFP4_PACK for name, form in packed.items() if form == "mxfp4"}
+    return Ring(rank_ring_bytes(model.spec, in_4_bits, Mesh()))
 
 
 def _with_ring(bind: Bind, ring: Ring) -> Bind:

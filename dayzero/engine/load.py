@@ -19,7 +19,7 @@ from dayzero.blocks.stack import Load, Stack
 from dayzero.cache.layout import Dtype, Layout, lay_out
 from dayzero.cache.manager import CacheManager
 from dayzero.checkpoint.seeded_source import SEEDED
-from dayzero.decl import Mxfp4
+from dayzero.decl import Fp8Blocks, Mxfp4
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.buckets import RecordingPlan, host_sites, plan_recording
 from dayzero.engine.choose import DRAW
@@ -128,8 +128,8 @@ def _placed(load: Load, device: str, prefix: str) -> dict[str, Tensor]:
     """What ``load`` gives, on the device. Experts that are fetched when they are chosen stay where they are."""
     values: dict[str, Any] = dict(load(prefix))
     for name, value in values.items():
-        if isinstance(value, Mxfp4):
-            values[name] = Mxfp4(value.codes.to(device), value.scales.to(device))
+        if isinstance(value, Mxfp4 | Fp8Blocks):
+            values[name] = type(value)(value.codes.to(device), value.scales.to(device))
         elif isinstance(value, Tensor):
             values[name] = value.to(device)
     return values

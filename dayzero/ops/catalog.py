@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from dayzero.decl import Form
 from dayzero.errors import UsageError
 from dayzero.ops.capture import eager_reason
 from dayzero.ops.catalog_cuda import DELTA_PAGED
@@ -235,14 +236,15 @@ _VARIANTS = (
     Line("attention.full", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:attention_full", rank=10),
     Line(
         "moe.experts", "torch_cpu", "cpu", (), "dayzero.ops.vendor.torch_cpu:moe_experts",
-        {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)}, rank=10, packed=True,
+        {"act": _GLU_KINDS, "bias": (False, True), "activation": ("bf16",)}, rank=10, packed=("mxfp4",),
     ),
     Line(
         "moe.experts_fp8_128", "widen", "any", (), "dayzero.ops.experts_fp8:widening", _EXPERTS_FP8, rank=10,
-        packed=True,
+        packed=("mxfp4",),
     ),
     Line(
-        "moe.experts_fp8_128", "ring", "any", (), "dayzero.ops.experts_fp8:ring", _EXPERTS_FP8, packed=True, ring=True,
+        "moe.experts_fp8_128", "ring", "any", (), "dayzero.ops.experts_fp8:ring", _EXPERTS_FP8,
+        packed=("mxfp4",), ring=True,
     ),
     # oneDNN multiplies bf16 at speed only where the processor does, as native_cpu does as well, with one call less in
     # between; tiles (AMX) are oneDNN's alone. Its f32 products need nothing.
@@ -293,9 +295,9 @@ def builtin() -> Catalog:
     """A fresh catalog of the variants that ship with this package."""
     catalog = Catalog()
     for contract, (place, traits) in _REFERENCES.items():
-        by_expert = contract.startswith("moe.experts")
+        packed: tuple[Form, ...] = ("mxfp4",) if contract.startswith("moe.experts") else ()
         eager = eager_reason(contract, REFERENCE, "any")
-        line = Line(contract, REFERENCE, "any", (), f"dayzero.ops.{place}", traits, packed=by_expert, eager=eager)
+        line = Line(contract, REFERENCE, "any", (), f"dayzero.ops.{place}", traits, packed=packed, eager=eager)
         catalog.add(line)
     for line in (*_VARIANTS, *CUDA_LINES):
         catalog.add(replace(line, eager=eager_reason(line.contract, line.variant, line.target)))

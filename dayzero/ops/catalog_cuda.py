@@ -184,7 +184,7 @@ _EXPERTS: tuple[Line, ...] = (
             "act": ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ"), "bias": (False, True),
             "activation": ("bf16",),
         },
-        prepack=f"{_TRITON}.experts:pack", rank=20, dtypes=("bf16",), packed=True,
+        prepack=f"{_TRITON}.experts:pack", rank=20, dtypes=("bf16",), packed=("mxfp4",),
     ),
     Line(
         "moe.experts_fp8_128", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.experts_fp8:experts",
@@ -192,7 +192,7 @@ _EXPERTS: tuple[Line, ...] = (
             "act": ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ"), "bias": (False, True),
             "activation": ("fp8_128",),
         },
-        prepack=f"{_TRITON}.experts_fp8:pack", rank=20, dtypes=("bf16",), packed=True,
+        prepack=f"{_TRITON}.experts_fp8:pack", rank=20, dtypes=("bf16",), packed=("mxfp4",),
     ),
 )  # fmt: skip
 # --- writing cache records -------------------------------------------------------------------------------------------

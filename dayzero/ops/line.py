@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dayzero.decl import Form
+
 Traits = Mapping[str, tuple[object, ...]]
 REFERENCE = "reference"
 SIZES = frozenset({"latent_width"})  # of what another option says a line has: here ``latent``
@@ -30,10 +32,10 @@ class Line:
     prepack: ``package.module:function`` that lays a weight [N, K] out for this variant, whose function then takes the
     result (which has ``nbytes``) in the weight's place; empty when it takes the weight as it is. rank: a plan prefers
     the highest that fits; 0 is never preferred. dtypes: activation dtypes it is limited to (``bf16``), empty for any.
-    packed: of experts: it takes their matrices by expert alone, each in 4 bits (``decl.Mxfp4``) or as a tensor. ring:
-    of those: it converts them in a rank's ring (``ops/experts_sizes``), whose bytes a plan counts. most: of
-    sampling: the largest vocabulary that it draws from, 0 for any. eager: why a step that runs it cannot be captured in
-    a CUDA graph (``ops/capture``); empty where it can.
+    packed: forms (``decl.Form``) in which it takes matrices as they are stored, beside tensors; of experts: it takes
+    them by expert alone. ring: of those: it converts them in a rank's ring (``ops/experts_sizes``), whose bytes a plan
+    counts. most: of sampling: the largest vocabulary that it draws from, 0 for any. eager: why a step that runs it
+    cannot be captured in a CUDA graph (``ops/capture``); empty where it can.
     """
 
     contract: str
@@ -45,7 +47,7 @@ class Line:
     prepack: str = ""
     rank: int = 0
     dtypes: tuple[str, ...] = ()
-    packed: bool = False
+    packed: tuple[Form, ...] = ()
     ring: bool = False
     most: int = 0
     eager: str = "does not say that it can be captured"

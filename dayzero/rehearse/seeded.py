@@ -9,7 +9,7 @@ from these, so that a parameter has the same values packed or not.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,15 @@ from dayzero.arch.mixers import Mixer
 from dayzero.arch.spec import ModelSpec
 from dayzero.checkpoint.coverage import Alike, Coverage, stored_format
 from dayzero.checkpoint.coverage import Source as Stored
+from dayzero.checkpoint.dequant import e8m0_table
 from dayzero.checkpoint.formats import parts as stored_parts
 from dayzero.checkpoint.formats import stored_bytes
 from dayzero.checkpoint.index import Index
 from dayzero.checkpoint.lazy import ExpertStack
 from dayzero.checkpoint.rules import Group
 from dayzero.checkpoint.seeded_source import SeededSource
-from dayzero.checkpoint.stream import Loader
-from dayzero.decl import Format, Mxfp4, ParamDecl
+from dayzero.checkpoint.stream import AS_TENSORS, Loader
+from dayzero.decl import Form, Format, Fp8Blocks, Mxfp4, Packed, ParamDecl
 from dayzero.models.blueprint import Blueprint
 from dayzero.rehearse.draws import Coded, Draw, coded, draw_of, quantiles
 from dayzero.rehearse.picks import key_of, pick, rows_of
@@ -72,7 +73,7 @@ class SeededLoader(Loader):
         self._plain, self._coded = {}, {}
 
     def load(
-        self, prefix: str, lazy: Container[str] = (), keep_bytes: int = 0, packed: Container[str] = ()
+        self, prefix: str, lazy: Container[str] = (), keep_bytes: int = 0, packed: Mapping[str, Form] = AS_TENSORS
     ) -> dict[str, Tensor]:
         """As ``Loader.load``. Matrices that could be had by rows are made whole; experts are not kept."""
         del keep_bytes
@@ -84,11 +85,13 @@ class SeededLoader(Loader):
             if name in lazy and self.by_expert(name):
                 out[name] = ExpertStack(decl.shape, self._dtype_of(decl), partial(self._slice, name))
                 continue
-            out[name] = self.packed_piece(name) if name in packed and self.packs(name) else self.piece(name)
+            out[name] = self.piece(name) if self._wanted(name, packed) is None else self.packed_piece(name)
             self.bytes_read += self.stored_bytes([name])
         return out
 
-    def expert(self, names: Sequence[str], number: int, packed: Container[str] = ()) -> dict[str, Tensor | Mxfp4]:
+    def expert(
+        self, names: Sequence[str], number: int, packed: Mapping[str, Form] = AS_TENSORS
+    ) -> dict[str, Tensor | Packed]:
         """As ``Loader.expert``. For any thread."""
         return {
             name: self._packed_slice(name, number) if name in packed else self._slice(name, number) for name in names
@@ -107,7 +110,7 @@ class SeededLoader(Loader):
     def _slice(self, name: str, number: int) -> Tensor:
         return self.piece(name, self._box_of(name, number))[0]
 
-    def _packed_slice(self, name: str, number: int) -> Mxfp4:
+    def _packed_slice(self, name: str, number: int) -> Packed:
         return self.packed_piece(name, self._box_of(name, number))[0]
 
     def _box_of(self, name: str, number: int) -> Box:
@@ -128,10 +131,15 @@ class SeededLoader(Loader):
             made = pick(self._plain_table(draw, dtype), key_of(name, self.seed), rows, box[-1])
         return made.view(shape)
 
-    def packed_piece(self, name: str, box: Box | None = None) -> Mxfp4:
-        """The parameter, or a box of whole groups of 32 columns, in the 4 bits it is stored in."""
-        parts = self.parts(name, box)
-        return Mxfp4(parts["weight"], parts["scale"])
+    def packed_piece(self, name: str, box: Box | None = None) -> Packed:
+        """The parameter, or a box of it that begins and ends with scale blocks, as it is stored."""
+        parts, fmt = self.parts(name, box), self.format_of(name)
+        assert fmt.form is not None, f"{name} is stored in {fmt.name}, which no operator takes"
+        if fmt.form == "mxfp4":
+            return Mxfp4(parts["weight"], parts["scale"])
+        scales = parts["scale"]
+        scales = e8m0_table().to(scales.device)[scales.int()] if fmt.scale == "e8m0" else scales.float()
+        return Fp8Blocks(parts["weight"].view(torch.float8_e4m3fn), scales)
 
     def parts(self, name: str, box: Box | None = None) -> dict[str, Tensor]:
         """Codes and scales of a quantised parameter, or of a box of whole scale blocks: ``weight`` uint8, a byte for

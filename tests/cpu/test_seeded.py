@@ -17,10 +17,11 @@ from cli_support import run_json
 
 from dayzero import LLM, SamplingParams
 from dayzero.blocks.open import open_model
+from dayzero.checkpoint.building import packed_bytes
 from dayzero.checkpoint.dequant import dequantize
+from dayzero.checkpoint.extents import DTYPES
 from dayzero.checkpoint.formats import parts as stored_parts
-from dayzero.checkpoint.stream import DTYPES
-from dayzero.decl import QUANTIZED_FORMATS, Format, Mxfp4
+from dayzero.decl import FP8_BLOCK, QUANTIZED_FORMATS, Form, Format, Fp8Blocks, Mxfp4
 from dayzero.engine import seeded as engine_seeded
 from dayzero.engine.expert_choice import Choices, entropy, even_entropy
 from dayzero.engine.seeded import open_seeded
@@ -159,19 +160,44 @@ def test_every_parameter_is_made_and_cut_in_any_order(name: str, tmp_path: Path)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_stays_packed_decodes_to_the_same(dtype: torch.dtype, tmp_path: Path) -> None:
     loader = loader_of(small("kimi_k3", tmp_path), dtype)
-    names = [name for name in loader.names() if loader.packs(name)]
+    names: dict[str, Form] = {name: "mxfp4" for name in loader.names() if loader.packs(name) == "mxfp4"}
     assert names and all("experts" in name for name in names)
-    fmt = loader.format_of(names[0])
-    for name in names[:3]:
+    fmt = loader.format_of(next(iter(names)))
+    for name in list(names)[:3]:
         whole = loader.piece(name)
         kept = loader.load(name, packed=names)[name]
         assert isinstance(kept, Mxfp4) and kept.shape == tuple(whole.shape)
         parts = {"weight": kept.codes, "scale": kept.scales}
         assert torch.equal(dequantize(fmt, parts, tuple(whole.shape), dtype), whole)
-        one = loader.expert([name], 3, [name])[name]
+        one = loader.expert([name], 3, {name: "mxfp4"})[name]
         assert isinstance(one, Mxfp4)
         assert torch.equal(one.codes, kept.codes[3]) and torch.equal(one.scales, kept.scales[3])
         assert torch.equal(loader.load(name, lazy=[name])[name][5], whole[5])
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in QUANTIZED_FORMATS if fmt.form == "fp8_block"], ids=lambda fmt: fmt.name)
+def test_what_stays_in_8_bits_decodes_to_the_same(fmt: Format, tmp_path: Path, monkeypatch: Any) -> None:
+    """Of every parameter that a checkpoint stores so, matrices and stacks, whole, by expert and in boxes of blocks."""
+    loader = loader_of(small("deepseek_v32", tmp_path), torch.float32)
+    names = dict.fromkeys((name for name in loader.names() if loader.packs(name) == "fp8_block"), "fp8_block")
+    assert any(len(loader._decls[name].shape) == 2 for name in names) and any("experts" in name for name in names)
+    stored = {name: fmt if name in names else loader.format_of(name) for name in loader.names()}
+    monkeypatch.setattr(SeededLoader, "format_of", lambda self, param: stored[param])
+    for name in names:
+        whole, kept = loader.piece(name), loader.load(name, packed=names)[name]
+        assert isinstance(kept, Fp8Blocks) and kept.nbytes == packed_bytes("fp8_block", tuple(whole.shape))
+        assert torch.equal(_meant(kept), whole)
+        if len(whole.shape) == 3:
+            one = loader.expert([name], 3, names)[name]
+            assert isinstance(one, Fp8Blocks) and torch.equal(_meant(one), whole[3])
+        box = (*(range(n) for n in whole.shape[:-2]), *(range(n // 256 * 128, n) for n in whole.shape[-2:]))
+        index = tuple(slice(run.start, run.stop) for run in box)
+        part = loader.packed_piece(name, box)
+        assert isinstance(part, Fp8Blocks) and torch.equal(_meant(part), whole[index])
+
+
+def _meant(value: Fp8Blocks) -> torch.Tensor:
+    return dequantize(FP8_BLOCK, {"weight": value.codes, "scale": value.scales}, value.shape)
 
 
 @pytest.mark.parametrize("fmt", QUANTIZED_FORMATS, ids=lambda fmt: fmt.name)
