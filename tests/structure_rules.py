@@ -98,6 +98,7 @@ PAPER_FILES = {
     "ops/line.py",
     "ops/experts_sizes.py",
     "ops/experts_tables.py",
+    "ops/latent_forms.py",
     "ops/tiles.py",
     "parallel/__init__.py",
     "parallel/cut.py",

@@ -195,11 +195,14 @@ class MLA:
         parts, beside = (tuple(use.place for use in uses) for uses in (keeping + turning, turning))
         out += [*keeping, OpUse("cache.write_latent", f"{p}.row", row, parts, beside)]  # norm, rope and write in one
         out.append(OpUse("latent.absorb", f"{p}.kv_b"))  # once, when it is loaded; else an operand of attend
-        out += [OpUse("latent.queries", f"{p}.queries"), OpUse("latent.values", f"{p}.values")]
+        attending = [OpUse("latent.queries", f"{p}.queries"), OpUse("latent.values", f"{p}.values")]
         if self.index is None:
-            whole = (("latent", True), ("latent_width", self.kv_rank), *record)
-            out.append(OpUse("attention.paged", f"{p}.attend", whole))
-        else:
+            width = (("latent_width", self.kv_rank), *record)
+            attending.append(OpUse("attention.paged", f"{p}.attend", (("latent", True), *width)))
+            whole = tuple(use.place for use in attending)
+            out.append(OpUse("latent.attend", f"{p}.attention", width, whole))  # the three in one
+        out += attending
+        if self.index is not None:
             out.append(OpUse("attention.sparse", f"{p}.attend", (("latent", True), *record)))
         out += turning
         if self.gate:

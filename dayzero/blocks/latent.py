@@ -6,6 +6,7 @@ L rows of one sequence's history, A selected positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, cast
 
@@ -15,10 +16,12 @@ from torch import Tensor
 from dayzero.arch.mixers import MLA
 from dayzero.blocks.site import Params, Site, Unary, turns
 from dayzero.blocks.sparse_index import Generator, build_index, last_selection
+from dayzero.ops.latent import attend
 from dayzero.ops.latent_write import LatentNorm, write_latent
 from dayzero.view import Paged, StepView, TokenStore
 
 Form = Literal["absorbed", "expanded"]
+Whole = Callable[..., Tensor]  # the contract ``latent.attend``
 
 
 class LatentBlock:
@@ -26,7 +29,8 @@ class LatentBlock:
 
     form: ``absorbed`` moves W_UK to the query and W_UV behind the softmax; ``expanded`` makes keys and values of all
     heads. The absorbed form is ``attention.paged`` over the cached rows, with an index ``attention.sparse``: all heads
-    read one key. keep_lists: whether a later layer reads the lists of this one's index.
+    read one key. A variant of ``latent.attend``, where one is bound, chooses between the two row by row. keep_lists:
+    whether a later layer reads the lists of this one's index.
     """
 
     def __init__(
@@ -65,6 +69,10 @@ class LatentBlock:
             self.w_uk_HNR, self.w_uv_HVR = site.op("latent.absorb", "kv_b")(
                 self.kv_b, spec.heads, spec.nope, spec.v_dim
             )
+        self.whole: Whole | None = None
+        if form == "absorbed" and spec.index is None:
+            whole = site.op("latent.attend", "attention")
+            self.whole = None if whole is attend.body else whole
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
         """x [T, dim] -> [T, dim]; appends the step's latent rows, and index keys where the layer has an indexer."""
@@ -78,7 +86,9 @@ class LatentBlock:
         store = cast(TokenStore, view.stores[self.site.part("latent")])
         self._keep(kv_TC, store, view)
         selected_TA = self._select(x_TD, query_TR, view)
-        if self.form == "absorbed":
+        if self.whole is not None:
+            out_THV = self.whole(q_THD, store.pages(view), self.kv_b, scale=spec.softmax_scale)
+        elif self.form == "absorbed":
             out_THV = self._absorbed(q_THD, store.pages(view), selected_TA)
         else:
             out_THV = self._expanded(q_THD, store, view, selected_TA)

@@ -22,6 +22,7 @@ from dayzero.engine.config import EngineConfig
 from dayzero.engine.step import Step
 from dayzero.ops.bindings import chosen
 from dayzero.ops.catalog import Catalog
+from dayzero.planner.variants import called
 from dayzero.units import ceil_div, counted
 
 STEP_ROWS = 8  # between two sizes, from there on
@@ -110,7 +111,7 @@ def host_sites(
     """
     cut = frozenset(on_host)
     found: dict[tuple[str, str, str], int] = {}
-    for use in uses:
+    for use in called(bindings, uses):
         if use.site in cut or use.site.startswith(TOWERS) or use.contract in BEHIND:
             continue
         line = chosen(use.contract, use.site, bindings, catalog)

@@ -26,7 +26,7 @@ _BY_SHAPES = frozenset({
 })  # fmt: skip
 _BODIES: Mapping[str, str] = {
     "embed.lookup": READS, "moe.experts": READS, "moe.experts_fp8_128": READS, "sample.draw": READS,
-    "attention.paged": BY_ROW, "attention.sparse": BY_ROW, "recurrence.paged": BY_ROW,
+    "attention.paged": BY_ROW, "latent.attend": BY_ROW, "attention.sparse": BY_ROW, "recurrence.paged": BY_ROW,
     "sparse_index.tokens": BY_ROW, "sparse_index.pool": BY_ROW,
     "residual.streams_enter": "copies numbers from the host at each call",
     "vision.patches": PROMPTS, "vision.positions": PROMPTS, "rope.grid": PROMPTS, "attention.full": PROMPTS,

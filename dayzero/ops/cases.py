@@ -281,6 +281,8 @@ def traits_of(inputs: dict[str, Any]) -> dict[str, object]:
         found["latent"] = True
         if "listed_TN" not in inputs:
             found["latent_width"] = inputs["value_dim"]
+    if "kv_b" in inputs and "rows" in inputs:
+        found["latent_width"] = inputs["kv_b"].shape[1]
     if isinstance(pooling := inputs.get("pooling"), Pooling):
         how = "max" if pooling.gates is None else "gated"
         found |= {"how": how, "local": pooling.local > 0, "tail": pooling.tail}

@@ -15,6 +15,8 @@ from dayzero.ops.records import packed
 from dayzero.view import Paged, Span
 
 BF16, F32 = torch.bfloat16, torch.float32
+Rows = tuple[tuple[int, int], ...]  # (start, count) of each
+Widths = tuple[int, int, int, int]  # key width from the latent, shared key width, latent width, value width
 
 
 def paged_inputs(
@@ -94,6 +96,26 @@ def _case(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
     return Case(name, make)
 
 
+def _latent(name: str, heads: int, widths: Widths, dtype: torch.dtype, rows: Rows, page: int = 16, **more: Any) -> Case:
+    """Of ``latent.attend``. Short sequences, so that a chunk of ``LEAST_QUERIES`` is computed in the expanded form."""
+
+    def make(seed: int) -> dict[str, Any]:
+        r, (nope, shared, rank, value) = Inputs(seed), widths
+        made = paged_inputs(r, rows, (heads, 1), (rank + shared, rank), dtype, page=page)
+        kept = replace(made["keys"], rows=made["keys"].rows[:, :, 0])
+        if "record" in more:
+            row = packed_row(more["record"], (rank + shared,), (rank, shared))
+            assert row is not None
+            kept = packed(kept, row)
+        tokens = made["q_THD"].shape[0]
+        return {
+            "q_THD": strided(r.normal(tokens, heads, nope + shared, dtype=dtype)), "rows": kept,
+            "kv_b": r.normal(heads * (nope + value), rank, dtype=dtype) / rank**0.5, "scale": (nope + shared) ** -0.5,
+        }  # fmt: skip
+
+    return Case(name, make)
+
+
 PAGED_CASES: dict[str, tuple[Case, ...]] = {
     "attention.paged": (
         _case("one row, one token", (1, 1), (8, 8), F32, rows=((0, 1),)),
@@ -142,5 +164,24 @@ PAGED_CASES: dict[str, tuple[Case, ...]] = {
         _case("chunks, 64 wide", (16, 2), (64, 64), BF16, page=32, window=128, rows=((0, 257), (130, 100), (5, 2))),
         _case("chunks, three heads on one", (6, 2), (128, 128), BF16, page=128, rows=((200, 50), (0, 90))),
         _case("no rows", (2, 1), (8, 8), F32, rows=()),
+    ),
+    "latent.attend": (
+        _latent("ragged f32", 3, (12, 8, 16, 20), F32, _RAGGED),
+        _latent("ragged bf16", 5, (16, 16, 32, 16), BF16, _RAGGED),
+        _latent("single tokens", 3, (32, 16, 64, 32), BF16, ((5, 1), (130, 1), (0, 1)), 64),
+        _latent("chunks", 2, (32, 16, 128, 32), BF16, ((63, 1), (0, 130), (7, 2), (31, 129), (300, 5)), 64),
+        _latent("chunks, odd widths", 3, (12, 8, 64, 20), BF16, ((0, 200), (5, 150))),
+        _latent("chunks, nothing shared", 3, (32, 0, 128, 16), BF16, ((2, 3), (0, 131))),
+        _latent("128 + 64 of 512", 2, (128, 64, 512, 128), BF16, ((9, 1), (40, 160), (3, 2)), 64),
+        _latent(
+            "128 + 64 of 512, 656 bytes",
+            2,
+            (128, 64, 512, 128),
+            BF16,
+            ((70, 1), (0, 140), (9, 5)),
+            64,
+            record="mla_fp8_656",
+        ),
+        _latent("no rows", 2, (8, 8, 16, 8), F32, ()),
     ),
 }

@@ -156,6 +156,7 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "latent.absorb": ("latent:absorb", {}),
     "latent.expand": ("latent:expand", {}),
     "latent.attend_expanded": ("latent:attend_expanded", {**_LATENT, "index": (False, True)}),
+    "latent.attend": ("latent:attend", {"record": LATENT_RECORDS, "latent_width": ("int",)}),
     "latent.queries": ("latent:queries_into_latent", {}),
     "latent.values": ("latent:values_out_of_latent", {}),
     "sparse_index.score": ("sparse_index:score", {}),

@@ -70,10 +70,11 @@ _PLAIN: tuple[Line, ...] = (
     ),
 )  # fmt: skip
 # --- paged attention, dense: grouped heads and latent rows -----------------------------------------------------------
+_LATENT_WIDTHS = (16, 32, 64, 128, 256, 512, 1024)  # a tile of values is a power of two wide
 _DENSE: Traits = {
     "window": (False, True, "int"), "sinks": (False, True), "softcap": (False, True),
     "value_width": ("same", "other"), "grouped": (False, True), "latent": (False, True),
-    "latent_width": (16, 32, 64, 128, 256, 512, 1024),  # a tile of values is a power of two wide
+    "latent_width": _LATENT_WIDTHS,
 }  # fmt: skip
 _ATTENTION: tuple[Line, ...] = (
     Line(
@@ -91,6 +92,14 @@ _ATTENTION: tuple[Line, ...] = (
             "record": KV_RECORDS,
         },
         rank=20,
+    ),
+    Line(
+        "latent.attend", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.latent_attend:attend",
+        {"latent_width": _LATENT_WIDTHS}, rank=20, dtypes=("bf16",),
+    ),
+    Line(
+        "latent.attend", "cuda", "cuda", ("sm90", "triton", "cuda_bindings"), f"{_CUDA}.latent_attend:attend",
+        {"latent_width": _LATENT_WIDTHS, "record": ("mla_fp8_656",)}, rank=30, dtypes=("bf16",),
     ),
     Line(
         "latent.queries", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.latent:queries_into_latent", rank=20,

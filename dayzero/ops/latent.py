@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from dayzero.ops.attention import NEGATIVE_INFINITY, softmax_f64, visible
-from dayzero.ops.bounds import ATTENTION, EXACT, MATMUL
+from dayzero.ops.bounds import ATTENTION, EXACT, LATENT, MATMUL
 from dayzero.ops.contract import contract
 from dayzero.ops.line import LATENT_RECORDS
+from dayzero.ops.paged import paged
 from dayzero.ops.sparse_attention import Merged, within
+from dayzero.view import Paged
 
 TRAITS = {"window": (False, True, "int"), "sinks": (False, True), "shared_key": (True, False), "record": LATENT_RECORDS}
 _QUERIES_AT_ONCE = 16  # bounds the scores [queries, H, L] of the absorbed form
@@ -151,3 +153,17 @@ def queries_into_latent(q_THD: Tensor, w_uk_HNR: Tensor) -> Tensor:
 def values_out_of_latent(out_THR: Tensor, w_uv_HVR: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, H, V] in ``dtype``: W_UV behind the softmax."""
     return torch.einsum("thr,hvr->thv", out_THR.double(), w_uv_HVR.double()).to(dtype)
+
+
+@contract("latent.attend", bound=LATENT, traits={"record": LATENT_RECORDS, "latent_width": ("int",)}, composed=True)
+def attend(q_THD: Tensor, rows: Paged, kv_b: Tensor, *, scale: float) -> Tensor:
+    """[T, H, V] in q's dtype: ``latent.queries``, ``attention.paged`` over the cached rows [C], ``latent.values``.
+
+    Each row of the step sees its whole sequence, from position 0 on. V follows from kv_b [H*(N+V), R].
+    """
+    heads, rank = q_THD.shape[1], kv_b.shape[1]
+    nope = q_THD.shape[2] - (rows.shape[-1] - rank)
+    w_uk_HNR, w_uv_HVR = absorb.body(kv_b, heads, nope, kv_b.shape[0] // heads - nope)
+    q_THC = queries_into_latent.body(q_THD, w_uk_HNR)
+    out_THR, _ = paged.body(q_THC, rows.headed(), None, scale=scale, value_dim=rank)
+    return values_out_of_latent.body(out_THR, w_uv_HVR, q_THD.dtype)

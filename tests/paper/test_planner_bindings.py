@@ -94,6 +94,7 @@ ENTRY, GATED, ADDED, CHOICE = (
     "attention.norm_rope_write", "linear.matmul_glu", "linear.matmul_add", "moe.matmul_route"
 )  # fmt: skip
 ADD_NORM, ROW, MIXED = "residual.add_norm", "cache.write_latent", "residual.attn_mix_norm"
+LATENT = "latent.attend"
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,8 @@ ADD_NORM, ROW, MIXED = "residual.add_norm", "cache.write_latent", "residual.attn
         ("deepseek_v3", "rope.apply=reference", [ROW], [GATED, ADDED, CHOICE]),
         ("deepseek_v3", "cache.write=reference", [ROW], [GATED]),
         ("kimi_k3", "residual.attn_mix=reference", [MIXED], [GATED, ROW]),
+        ("deepseek_v3", "attention.paged=triton", [LATENT], [ROW, GATED]),
+        ("deepseek_v3", "latent.values=reference", [LATENT], [ROW, GATED]),
     ],
 )
 def test_what_is_asked_for_runs_though_an_operator_would_do_its_work(
@@ -142,6 +145,7 @@ def test_what_is_asked_for_runs_though_an_operator_would_do_its_work(
         ),
         ("qwen3_30b_a3b", "linear.matmul_f32@layers.4.channel.router", [f"{CHOICE}@layers.4.channel.choose"]),
         ("deepseek_v3", "linear.matmul@layers.4.channel.shared.down", [f"{ADDED}@layers.4.channel.shared.down"]),
+        ("kimi_linear_48b_a3b", "latent.queries@layers.3.mixer.queries", [f"{LATENT}@layers.3.mixer.attention"]),
         ("deepseek_v3", "linear.matmul@layers.4.channel.shared.up", [f"{GATED}@layers.4.channel.shared.gate_up"]),
     ],
 )  # fmt: skip

@@ -54,7 +54,7 @@ def test_a_device_that_runs_references_is_told_so(tmp_path: Path) -> None:
 
 
 COMPOSED = {
-    "attention.norm_rope_write", "cache.write_latent", "linear.matmul_add", "linear.matmul_glu", "moe.matmul_route",
+    "attention.norm_rope_write", "cache.write_latent", "latent.attend", "linear.matmul_add", "linear.matmul_glu", "moe.matmul_route",
     "residual.add_norm", "residual.attn_mix_norm",
 }  # fmt: skip
 
@@ -96,6 +96,8 @@ def test_parts_that_an_operator_stands_for_are_not_listed(tmp_path: Path) -> Non
     assert found["residual.add"] == {"reference": ["layers.3.add"]}
     found = plan(tmp_path, "deepseek_v3", PlanOptions("h200")).operators
     assert len(found["rope.apply"]["triton"]) == 61 == len(found["cache.write_latent"]["triton"])  # of queries
+    assert found["latent.attend"] == {"cuda": [f"layers.{i}.mixer.attention" for i in range(61)]}
+    assert found.keys() & {"attention.paged", "latent.queries", "latent.values"} == set()
     assert found["linear.matmul_f32"] == {"few_rows": ["head"]} and "moe.route" not in found
     assert not [site for site in found["linear.matmul"]["few_rows"] if site.endswith("shared.down")]
 

@@ -180,6 +180,20 @@ def _attention(call: Call) -> tuple[float, float]:
     return 2.0 * q.shape[1] * (q.shape[2] + out.shape[2]) * pairs, read + _bytes_of([q, *call.out])
 
 
+def _latent(call: Call) -> tuple[float, float]:
+    """Each row in the form that takes fewer FLOPs: W_UK and W_UV meet its own tokens, or all keys that it sees."""
+    q, rows, kv_b = call.args[:3]
+    heads, rank, value = q.shape[1], kv_b.shape[1], call.out.shape[2]
+    absorbed, expanded = 2 * rank + rows.shape[-1] - rank, q.shape[2] + value
+    flops, read = 0.0, 0.0
+    for span in rows.spans:
+        pairs, length = _pairs(span, None), span.start + span.count
+        forms = (span.count, absorbed), (length, expanded)
+        flops += min(2.0 * kv_b.numel() * projected + 2.0 * heads * width * pairs for projected, width in forms)
+        read += _record_bytes(rows) * length
+    return flops, read + _bytes_of([q, kv_b, call.out])
+
+
 def _sparse(call: Call) -> tuple[float, float]:
     q, keys, values, listed = call.args[0], call.args[1], call.given(2, "values"), call.given(3, "listed_TN")
     pairs = float((listed >= 0).sum())
@@ -229,7 +243,8 @@ def _recurrence(call: Call) -> tuple[float, float]:
 
 _KNOWN: Mapping[str, Callable[[Call], tuple[float, float]]] = {
     "linear.matmul": _linear, "linear.matmul_f32": _linear, "embed.lookup": _embed, "latent.queries": _heads,
-    "latent.values": _heads, "attention.paged": _attention, "attention.sparse": _sparse, "sparse_index.tokens": _index,
+    "latent.values": _heads, "attention.paged": _attention, "latent.attend": _latent,
+    "attention.sparse": _sparse, "sparse_index.tokens": _index,
     "sparse_index.pool": _index, "cache.write": _write, "cache.write_latent": _write, "recurrence.paged": _recurrence,
     "attention.norm_rope_write": _heads_write, "moe.matmul_route": _router, "linear.matmul_glu": _linear_glu,
     "linear.matmul_add": _linear,
