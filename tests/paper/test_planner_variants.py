@@ -54,8 +54,8 @@ def test_a_device_that_runs_references_is_told_so(tmp_path: Path) -> None:
 
 
 COMPOSED = {
-    "attention.norm_rope_write", "cache.write_latent", "latent.attend", "linear.matmul_add", "linear.matmul_glu", "moe.matmul_route",
-    "residual.add_norm", "residual.attn_mix_norm",
+    "attention.norm_rope_write", "cache.write_latent", "latent.attend", "linear.matmul_add", "linear.matmul_glu",
+    "moe.matmul_route", "residual.add_norm", "residual.attn_mix_norm",
 }  # fmt: skip
 
 
