@@ -28,9 +28,7 @@ MATMUL_ADD = _bounds(1e-5, "as MATMUL", 4, "as MATMUL, and one per side of the s
 MATMUL_GLU = _bounds(2e-5, "two sums in a product", 6, "gate, up and their product are each rounded")
 MATMUL_F32 = {e: Rel(1e-5, "operands are exact in f32 and the result stays f32") for e in ROUNDING}
 ATTENTION = _bounds(2e-5, "two sums in a row, of scores and of values", 4, "probabilities may be rounded before P@V")
-LATENT = _bounds(
-    4e-5, "two sums before those of ATTENTION, or behind them", 8, "as ATTENTION, and keys and values, or queries and sums"
-)  # fmt: skip
+LATENT = _bounds(4e-5, "ATTENTION and two sums before or behind it", 8, "as ATTENTION, and operands of those sums")
 EXPERTS = _bounds(3e-5, "three matrix products in a row", 6, "gate, up, product and down are each rounded once more")
 EXPERTS_FP8 = _bounds(
     2.0**-11, "values within 2^-22 of the middle of two e4m3 numbers, 2^-18 of all, may go to either: by 2^-3 each",
