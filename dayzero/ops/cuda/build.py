@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dayzero.ops.kernel_cache import own_folder
 HERE = Path(__file__).parent
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER, _SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
+_MORE: list[str] = []  # of ``compiled_with``
 
 
 def check_machine() -> None:
@@ -89,19 +91,33 @@ class Kernel:
         del values
 
 
+@contextmanager
+def compiled_with(*options: str) -> Iterator[None]:
+    """Kernels that are loaded inside are compiled with these options too, such as ``-DSYNC_BOTH=1``: for checks and
+    comparisons. A variant that keeps its kernel keeps the one it has."""
+    before = len(_MORE)
+    _MORE.extend(options)
+    try:
+        yield
+    finally:
+        del _MORE[before:]
+
+
 def load(source: str, name: str, *, defines: Mapping[str, object], shared_bytes: int = 0) -> Kernel:
     """The ``extern "C"`` kernel ``name`` of the file ``source`` beside this one, compiled for the current device with
     ``-DKEY=VALUE`` for each define. Compiled once a process, device and set of defines, and kept on disk."""
     settings = tuple(sorted((key, str(value)) for key, value in defines.items()))
-    return _load(source, name, settings, shared_bytes, torch.cuda.current_device())
+    return _load(source, name, settings, tuple(_MORE), shared_bytes, torch.cuda.current_device())
 
 
 @cache
-def _load(source: str, name: str, defines: tuple[tuple[str, str], ...], shared_bytes: int, device: int) -> Kernel:
+def _load(
+    source: str, name: str, defines: tuple[tuple[str, str], ...], more: tuple[str, ...], shared_bytes: int, device: int
+) -> Kernel:
     major, minor = torch.cuda.get_device_capability(device)
     suffix = "a" if major >= 9 else ""
     options = [f"--gpu-architecture=sm_{major}{minor}{suffix}", "--std=c++17", "-default-device"]
-    options += [f"-D{key}={value}" for key, value in defines]
+    options += [*(f"-D{key}={value}" for key, value in defines), *more]
     return Kernel(compiled(source, options), name, shared_bytes)
 
 

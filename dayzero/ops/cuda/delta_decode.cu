@@ -13,7 +13,7 @@
 //
 // Defines: CLUSTERED (a key head has several value heads, whose blocks are a cluster: none moves the windows of q and k
 // on before all have read them); PER_HEAD (decay a head, not a channel); BOUNDED (decay); SILU (output gate, else a
-// sigmoid).
+// sigmoid); RULE_WARPS (warps of the first kind), STREAM (states pass by the L1 cache).
 
 #include <cuda_bf16.h>
 
@@ -21,7 +21,7 @@ typedef __nv_bfloat16 bf16;
 typedef long long i64;
 
 constexpr int WIDTH = 128, TAPS = 4, STATE = WIDTH * WIDTH;
-constexpr int WARPS = 8, RULE = WARPS * 32, THREADS = RULE + WIDTH;  // threads of the first kind, and all
+constexpr int WARPS = RULE_WARPS, RULE = WARPS * 32, THREADS = RULE + WIDTH;  // threads of the first kind, and all
 constexpr int ROWS = WIDTH / WARPS;                       // of the state that a warp holds
 constexpr int READY = 1, SUMMED = 2, UPDATED = 3, AROUND = 4, DONE = 5;  // named barriers
 
@@ -117,6 +117,17 @@ __device__ __forceinline__ void add_scaled(float4 &x, const float4 &s, float c) 
     x.x = fmaf(s.x, c, x.x), x.y = fmaf(s.y, c, x.y), x.z = fmaf(s.z, c, x.z), x.w = fmaf(s.w, c, x.w);
 }
 
+__device__ __forceinline__ float4 of_state(const float4 *from) {
+#if STREAM
+    float4 x;
+    asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(from));
+    return x;
+#else
+    return *from;
+#endif
+}
+
 // Threads of the first kind: both sums over the state, and its update.
 __device__ __forceinline__ void apply_rule(const Args &a, Shared &m, const Place &of) {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -124,7 +135,7 @@ __device__ __forceinline__ void apply_rule(const Args &a, Shared &m, const Place
     own += warp * ROWS * (WIDTH / 4) + lane;
     float4 s[ROWS], of_k = make_float4(0, 0, 0, 0), of_q = of_k;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) s[r] = of.fresh ? make_float4(0, 0, 0, 0) : own[r * (WIDTH / 4)];
+    for (int r = 0; r < ROWS; ++r) s[r] = of.fresh ? make_float4(0, 0, 0, 0) : of_state(own + r * (WIDTH / 4));
 #if CLUSTERED
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif

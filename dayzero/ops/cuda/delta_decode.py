@@ -6,7 +6,6 @@ R rows of one token, H value heads, G key heads, C channels. K = V = 128, four t
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ __all__ = ["LARGEST_GROUP", "check_machine", "decode"]
 
 WIDTH, TAPS = 128, 4
 LARGEST_GROUP = 8  # value heads of a key head: their blocks of threads are a cluster, and clusters end there
-THREADS = 384
+TRIED = {"RULE_WARPS": 8, "STREAM": 0}  # see delta_decode.cu
 _ARGUMENTS = (
     "q", "k", "v", "z", "beta", "gate", "|q_row", "|k_row", "|v_row", "|z_row", "|beta_row", "|gate_row", "q_taps",
     "k_taps", "v_taps", "a_log", "dt_bias", "norm", "state", "q_window", "k_window", "v_window", "|state_block",
@@ -54,12 +53,11 @@ def decode(
     arguments.heads, arguments.group, arguments.settled = heads, group, int(kept.settled)
     arguments.lower, arguments.eps = lower or 0.0, eps
     kernel = _kernel(group > 1, per_head, lower is not None, act == "silu")
-    kernel((heads, rows), THREADS, [arguments], cluster=group, overlap=True)
+    kernel((heads, rows), 32 * TRIED["RULE_WARPS"] + WIDTH, [arguments], cluster=group, overlap=True)
 
 
-@cache
 def _kernel(clustered: bool, per_head: bool, bounded: bool, silu: bool) -> Kernel:
-    given = {"CLUSTERED": clustered, "PER_HEAD": per_head, "BOUNDED": bounded, "SILU": silu}
+    given = {"CLUSTERED": clustered, "PER_HEAD": per_head, "BOUNDED": bounded, "SILU": silu, **TRIED}
     return load("delta_decode.cu", "delta_decode", defines={name: int(value) for name, value in given.items()})
 
 

@@ -10,6 +10,7 @@
 // scale per 32 channels (idx_mxfp8_32), widened to bf16. Queries stay bf16: products are exact, sums are float32.
 // WARPGROUPS that multiply. STAGES: tiles of the ring, a multiple of them: a place then belongs to one of them, which
 // meets its fillings in turn. (A barrier tells apart two fillings in a row, no more, and copies end in any order.)
+// MAXIMA: the largest score of every 16 keys is written as well, for the choice behind this.
 // DIM: width of a key. HEADS: a multiple of 8. GROUPS: of up to 64 heads. PAGE: rows of a block, a multiple of 16.
 
 #include <cuda_bf16.h>
@@ -240,8 +241,8 @@ __device__ __forceinline__ void add_heads(float (&sums)[2], const float (&d)[32]
     }
 }
 
-__device__ __forceinline__ void store(float (&sums)[2], const u32 (&scales)[2], float* out, int first, int num,
-                                      float scale) {
+__device__ __forceinline__ void store(float (&sums)[2], const u32 (&scales)[2], float* out, float* maxima, int first,
+                                      int num, float scale) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -253,6 +254,17 @@ __device__ __forceinline__ void store(float (&sums)[2], const u32 (&scales)[2], 
         float factor = KIND == 1 ? __uint_as_float(lane % 4 ? scales[1] : scales[0]) * scale : scale;
         out[at] = (lane % 4 ? sums[1] : sums[0]) * factor;
     }
+#if MAXIMA
+    float most = __int_as_float(0xFF800000);  // a NaN is never the larger one
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float factor = KIND == 1 ? __uint_as_float(scales[r]) * scale : scale;
+        if (first + lane / 4 + 8 * r < num) most = fmaxf(most, sums[r] * factor);
+    }
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, step));
+    if (lane == 0 && first < num) maxima[first / 16] = most;
+#endif
 }
 
 // ends[i]: tiles of queries 0..i.
@@ -347,7 +359,8 @@ __device__ void copy_tiles(const Keys& keys, int first, int last, int queries, S
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 score_single(const __nv_bfloat16* q, i64 stride_query, i64 stride_head, const float* weights, i64 stride_weights,
              i64 stride_weight, const u8* pool, i64 stride_block, const int* table, i64 stride_table, const int* start,
-             int queries, float scale, float* scores, i64 stride_score) {
+             int queries, float scale, float* scores, i64 stride_score,
+             float* maxima, i64 stride_maxima) {
     extern __shared__ __align__(128) u8 dynamic[];
     Shared& s = *reinterpret_cast<Shared*>(dynamic);
     if (threadIdx.x == 0) {
@@ -407,7 +420,8 @@ score_single(const __nv_bfloat16* q, i64 stride_query, i64 stride_head, const fl
                 }
                 if (threadIdx.x % 32 == 0) arrive(&s.empty[number % STAGES]);
                 if constexpr (KIND == 0) take_next(next);  // a plain tile is an operand itself: no registers for two
-                store(sums, scales, out, (first + number - begin) * TILE + offset, num_keys, scale);
+                store(sums, scales, out, maxima + query * stride_maxima, (first + number - begin) * TILE + offset, num_keys,
+                      scale);
                 number = next;
             }
             now = end;

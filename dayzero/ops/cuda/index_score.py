@@ -32,9 +32,11 @@ def fits(q_THD: Tensor, keys: Paged) -> bool:
 
 
 def score_single(
-    q_THD: Tensor, weights_TH: Tensor, keys: Paged, scores_TL: Tensor, *, scale: float, first_row: int = 0
-) -> None:
-    """Write to scores_TL (f32) those of each query's visible keys; the rest of a row is left as it is.
+    q_THD: Tensor, weights_TH: Tensor, keys: Paged, scores_TL: Tensor, *, scale: float, first_row: int = 0,
+    maxima_TG: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write to scores_TL (f32) those of each query's visible keys, and to maxima_TG the largest of every 16 of them;
+    the rest of a row is left as it is.
 
     Query t, of at most MOST_QUERIES, is the only one of the step's row first_row + t. ``fits`` has to hold.
     """
@@ -47,7 +49,7 @@ def score_single(
     stages = (_SHARED_BYTES - other) // (stage + 16) // _WARPGROUPS * _WARPGROUPS
     defines = {
         "KIND": kind, "DIM": dim, "HEADS": heads, "PAGE": keys.page, "GROUPS": groups, "WARPGROUPS": _WARPGROUPS,
-        "STAGES": stages,
+        "STAGES": stages, "MAXIMA": int(maxima_TG is not None),
     }  # fmt: skip
     kernel = load("index_score.cu", "score_single", defines=defines, shared_bytes=stages * (stage + 16) + other)
     processors = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
@@ -56,5 +58,6 @@ def score_single(
         weights_TH, ctypes.c_int64(weights_TH.stride(0)), ctypes.c_int64(weights_TH.stride(1)),
         keys.rows, ctypes.c_int64(keys.rows.stride(0) * keys.rows.element_size()),
         table, ctypes.c_int64(table.stride(0)), start, queries, scale, scores_TL, ctypes.c_int64(scores_TL.stride(0)),
+        maxima_TG, ctypes.c_int64(0 if maxima_TG is None else maxima_TG.stride(0)),
     ]  # fmt: skip
     kernel((processors,), 128 * (_WARPGROUPS + 1), arguments, overlap=True)

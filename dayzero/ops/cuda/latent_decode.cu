@@ -221,10 +221,8 @@ __device__ __forceinline__ void add_other(Small& s, Sums& x, u32 other, int grou
 __device__ __forceinline__ void end_other(Small& s, Sums& x, int group) {
   product_wait<0>();
   hold(x.o);
-  if (threadIdx.x % 32 == 0) {
-    barrier_arrive(&s.empty[group ^ 1][group]);
-    barrier_arrive(&s.empty[group ^ 1][TAIL]);
-  }
+  arrive_of_warp(&s.empty[group ^ 1][group]);
+  arrive_of_warp(&s.empty[group ^ 1][TAIL]);
 }
 
 // Logits to weights in place, and the weights as bf16 into shared memory and registers. Returns the totals.
@@ -288,6 +286,7 @@ __device__ __forceinline__ void own_tile(Small& s, Sums& x, u32 q, u32 tiles, in
   }
   product_commit();
   product_wait<0>();
+  product_ended(4 + group);
   hold(p);
   if (BEFORE) add_other(s, x, other, group, line);
   float2 top = make_float2(x.top[0], x.top[1]);
@@ -295,7 +294,7 @@ __device__ __forceinline__ void own_tile(Small& s, Sums& x, u32 q, u32 tiles, in
   float2 sum = weigh(p, a, scale, top, seen, tile + 8 * GROUP_BYTES, line);
   if (lane % 4 == 0) s.top[group][line] = top.x, s.top[group][line + 8] = top.y;
   shared_fence();
-  named_arrive(1 + group, COMPUTING);
+  named_tell(1 + group, COMPUTING);
   if (BEFORE) end_other(s, x, group);
   shrink(x, top.x, top.y);
   x.total[0] += sum.x, x.total[1] += sum.y;
@@ -309,7 +308,7 @@ __device__ __forceinline__ void own_tile(Small& s, Sums& x, u32 q, u32 tiles, in
   product_commit();
   product_wait<0>();
   hold(x.o);
-  if (lane == 0) barrier_arrive(&s.empty[group][group]);
+  arrive_of_warp(&s.empty[group][group]);
 }
 
 __device__ __forceinline__ void compute(const Call& c, const Work& w, Small& s, Sums& x, u32 q, u32 tiles) {
@@ -401,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 6; i++) barrier_init(&s.full[i / 3][i % 3], FP8 ? 128 : 1), barrier_init(&s.empty[i / 3][i % 3], 4);
+    for (int i = 0; i < 6; i++) barrier_init(&s.full[i / 3][i % 3], FP8 ? 128 : 1), barrier_init(&s.empty[i / 3][i % 3], 4 * OF_A_WARP);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

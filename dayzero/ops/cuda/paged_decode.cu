@@ -9,6 +9,8 @@
 // Defines: WIDTH (64 or 128), GROUP, WINDOW (whether there is one), SINKS (0: none, 1: float32, 2: bf16), SPLITS, LEAST (a row
 // has at most so many parts, of at least so many keys), WARPS, RESIDENT (blocks of a multiprocessor).
 #include "paged_tiles.cuh"
+// Tried beside it: NEAREST: parts of LEAST keys on the average, none of a few. FUSED: the last part of a row and key head to
+// be done merges all of them, by ``Call.done``, whose numbers are 0 between launches. OVERLAP: launches overlap.
 
 constexpr int THREADS = 32 * WARPS, PIECES = WIDTH / 32, HALVES = WIDTH / 64, KEYS = 16;
 
@@ -18,6 +20,7 @@ struct Call {
   const void* sinks;
   unsigned short* out;
   float *lse, *parts, *part_lses;
+  u32* done;
   long long q_token, q_head, key_block, key_row, key_head, value_block, value_row, value_head;
   int num_rows, heads, key_heads, table_stride, page_shift, window, max_splits;
   float scale;
@@ -26,6 +29,7 @@ struct Call {
 struct Small {
   float sums[WARPS][GROUP][WIDTH + 4], top[WARPS][8], total[WARPS][8];
   int of_warps[WARPS];
+  int last;
 };
 
 // Places of a row: those seen are from low on, before end; parts of ``size`` begin at lowest.
@@ -37,8 +41,14 @@ __device__ __forceinline__ Row row_of(const Call& c, int end) {
   r.end = end;
   r.low = WINDOW ? max(end - c.window, 0) : 0;
   r.lowest = r.low & ~(KEYS - 1);
+#if NEAREST
+  const int wanted = max(1, min(SPLITS, (end - r.lowest + LEAST / 2) / LEAST));
+  const int each = (end - r.lowest + wanted - 1) / wanted;
+  r.size = max(1, (each + KEYS - 1) / KEYS) * KEYS;
+#else
   const int each = (end - r.lowest + SPLITS - 1) / SPLITS;
   r.size = max(LEAST, (each + KEYS - 1) / KEYS * KEYS);
+#endif
   r.parts = max((end - r.lowest + r.size - 1) / r.size, 1);
   return r;
 }
@@ -260,52 +270,21 @@ __device__ __forceinline__ void run_part(const Call& c, Sums& x, int row, int he
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) paged_decode(const __grid_constant__ Call c) {
-  extern __shared__ float memory[];
-  Small& s = *reinterpret_cast<Small*>(memory);
-  int *behind = reinterpret_cast<int*>(&s + 1), *end = behind + c.num_rows;
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  const int all = count_parts(c, s, behind, end) * c.key_heads;
-  for (int number = blockIdx.x; number < all; number += gridDim.x) {
-    const int head = number % c.key_heads, part = number / c.key_heads;
-    int row = 0, most = c.num_rows - 1;  // the first whose parts go beyond this one
-    while (row < most) {
-      const int middle = (row + most) / 2;
-      if (behind[middle] > part)
-        most = middle;
-      else
-        row = middle + 1;
-    }
-    const Row own = row_of(c, end[row]);
-    const int inside = part - (row ? behind[row - 1] : 0);
-    Sums x;
-    run_part(c, x, row, head, own, inside);
-    store(c, s, x, row, head, inside, own.parts);
-  }
-}
+// What other blocks of the same launch have written may not come from the L1 cache.
+__device__ __forceinline__ float read(const float* from) { return FUSED ? __ldcg(from) : *from; }
 
-// Parts of a row's head into one: a warp each. May begin before ``paged_decode`` ahead of it has ended; what that one only
-// reads, this one may read before it waits.
-extern "C" __global__ void __launch_bounds__(128) paged_decode_merge(const __grid_constant__ Call c) {
+// Parts of a row's head into one, in their order: a warp.
+__device__ __forceinline__ void merge(const Call& c, int row, int h, int token, int parts, float sink) {
   constexpr int EACH = WIDTH / 32, FIRST = 4;
-  const int lane = threadIdx.x % 32, at = blockIdx.x * 4 + threadIdx.x / 32, row = at / c.heads, h = at % c.heads;
-  int token = 0, parts = 1;
-  float sink = negative_infinity();
-  if (row < c.num_rows) {
-    token = c.query_start[row];
-    if (c.query_start[row + 1] - token == 1) parts = row_of(c, c.start[row] + 1 - c.first[row]).parts;
-    sink = sink_of(c, h);
-  }
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // in all threads: what comes behind relies on the other one's end too
-  if (parts == 1) return;
-  const long long place = (long long)at * c.max_splits;
+  const int lane = threadIdx.x % 32;
+  const long long place = ((long long)row * c.heads + h) * c.max_splits;
   const float* from = c.parts + place * WIDTH + lane * EACH;
-  const float lse = lane < parts ? c.part_lses[place + lane] : negative_infinity();
+  const float lse = lane < parts ? read(c.part_lses + place + lane) : negative_infinity();
   float first[FIRST][EACH], sum[EACH];
 #pragma unroll
   for (int part = 0; part < FIRST; part++)
 #pragma unroll
-    for (int i = 0; i < EACH; i++) first[part][i] = part < parts ? from[part * WIDTH + i] : 0.0f;
+    for (int i = 0; i < EACH; i++) first[part][i] = part < parts ? read(from + part * WIDTH + i) : 0.0f;
   float top = highest(lse);
   top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
   top = fmaxf(fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)), sink);
@@ -324,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(128) paged_decode_merge(const __gri
     const float by = __shfl_sync(0xffffffffu, weight, part);
     total += by;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) sum[i] += by * from[part * WIDTH + i];
+    for (int i = 0; i < EACH; i++) sum[i] += by * read(from + part * WIDTH + i);
   }
   const float by = 1.0f / total;
   const long long to = (long long)token * c.heads + h;
@@ -332,4 +311,61 @@ extern "C" __global__ void __launch_bounds__(128) paged_decode_merge(const __gri
 #pragma unroll
   for (int i = 0; i < EACH / 2; i++) out[i] = bf16_pair(sum[2 * i] * by, sum[2 * i + 1] * by);
   if (lane == 0) c.lse[to] = (top + log2f(total)) * LN_2;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) paged_decode(const __grid_constant__ Call c) {
+  extern __shared__ float memory[];
+  Small& s = *reinterpret_cast<Small*>(memory);
+  int *behind = reinterpret_cast<int*>(&s + 1), *end = behind + c.num_rows;
+#if OVERLAP
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  const int all = count_parts(c, s, behind, end) * c.key_heads;
+  for (int number = blockIdx.x; number < all; number += gridDim.x) {
+    const int head = number % c.key_heads, part = number / c.key_heads;
+    int row = 0, most = c.num_rows - 1;  // the first whose parts go beyond this one
+    while (row < most) {
+      const int middle = (row + most) / 2;
+      if (behind[middle] > part)
+        most = middle;
+      else
+        row = middle + 1;
+    }
+    const Row own = row_of(c, end[row]);
+    const int inside = part - (row ? behind[row - 1] : 0);
+    Sums x;
+    run_part(c, x, row, head, own, inside);
+    store(c, s, x, row, head, inside, own.parts);
+#if FUSED
+    if (own.parts == 1) continue;
+    if (threadIdx.x == 0) {
+      __threadfence();  // the barrier in ``store`` has ordered the other threads' numbers ahead of this
+      s.last = atomicInc(c.done + row * c.key_heads + head, own.parts - 1) == own.parts - 1;
+      __threadfence();
+    }
+    __syncthreads();
+    if (!s.last) continue;
+    for (int h = head * GROUP + threadIdx.x / 32; h < (head + 1) * GROUP; h += WARPS)
+      merge(c, row, h, c.query_start[row], own.parts, sink_of(c, h));
+#endif
+  }
+}
+
+// The same in a launch of its own. May begin before ``paged_decode`` ahead of it has ended; what that one only reads, this
+// one may read before it waits.
+extern "C" __global__ void __launch_bounds__(128) paged_decode_merge(const __grid_constant__ Call c) {
+  const int at = blockIdx.x * 4 + threadIdx.x / 32, row = at / c.heads, h = at % c.heads;
+  int token = 0, parts = 1;
+  float sink = negative_infinity();
+  if (row < c.num_rows) {
+    token = c.query_start[row];
+    if (c.query_start[row + 1] - token == 1) parts = row_of(c, c.start[row] + 1 - c.first[row]).parts;
+    sink = sink_of(c, h);
+  }
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // in all threads: what comes behind relies on the other one's end too
+#if OVERLAP
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  if (parts > 1) merge(c, row, h, token, parts, sink);
 }

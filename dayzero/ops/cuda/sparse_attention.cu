@@ -46,7 +46,7 @@ template <int GROUP> __device__ __forceinline__ void add_other(Small& s, Sums& x
   product_commit();
   product_wait<0>();
   hold(x.o);
-  if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[OTHER]);
+  arrive_of_warp(&s.empty[OTHER]);
 }
 
 // One of this warpgroup's tiles, in which ``seen`` rows are no pads.
@@ -67,6 +67,7 @@ __device__ __forceinline__ void own_tile(Small& s, Sums& x, u32 q, u32 tiles, in
   }
   product_commit();
   product_wait<0>();
+  product_ended(4 + GROUP);
   hold(p);
   float top0 = negative_infinity(), top1 = top0;
   #pragma unroll
@@ -100,7 +101,7 @@ __device__ __forceinline__ void own_tile(Small& s, Sums& x, u32 q, u32 tiles, in
   }
   if (lane % 4 == 0) s.top[GROUP][line] = top0, s.top[GROUP][line + 8] = top1;
   shared_fence();
-  named_arrive(1 + GROUP, COMPUTING);
+  named_tell(1 + GROUP, COMPUTING);
   shrink(x, top0, top1);
   x.total[0] += sum0, x.total[1] += sum1;
   hold(x.o);
@@ -111,7 +112,7 @@ __device__ __forceinline__ void own_tile(Small& s, Sums& x, u32 q, u32 tiles, in
   product_commit();
   product_wait<0>();
   hold(x.o);
-  if (lane == 0) barrier_arrive(&s.empty[GROUP]);
+  arrive_of_warp(&s.empty[GROUP]);
 }
 
 // Two results over different rows become one: what each is multiplied by, and the new maximum and total.
@@ -341,7 +342,7 @@ __device__ __forceinline__ void merge(const Call& c, Small& s, u32 tiles, long l
 __device__ __forceinline__ void look_up(const Call& c, Small& s, int token, const int* list) {
   if (threadIdx.x == 0) {
     s.count = 0, s.row = -1;
-    for (int i = 0; i < 2; i++) barrier_init(&s.full[i], FP8 ? 2 * GATHERING : GATHERING), barrier_init(&s.empty[i], 8);
+    for (int i = 0; i < 2; i++) barrier_init(&s.full[i], FP8 ? 2 * GATHERING : GATHERING), barrier_init(&s.empty[i], 8 * OF_A_WARP);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   int row = -1, first = 0, count = 0;

@@ -2,6 +2,12 @@
 // list and page table and, where they are codes, widened. Part of sparse_attention.cu, which says what is defined.
 #pragma once
 #include "paged_tiles.cuh"
+#ifndef WIDEN_ONCE  // codes are widened by one product each, as latent_decode.cu does
+#define WIDEN_ONCE 0
+#endif
+#if WIDEN_ONCE
+#include "latent_widen.cuh"
+#endif
 
 constexpr int TILE = 64, HEADS = 64, WIDTH = 576, VALUE = 512, GROUPS = WIDTH / 64;
 constexpr int GROUP_BYTES = TILE * 128, TILE_BYTES = GROUPS * GROUP_BYTES, HALF_BYTES = 4 * GROUP_BYTES;
@@ -149,10 +155,15 @@ __device__ __forceinline__ void gather(const Call& c, Small& s, u32 tiles, const
       const u32 four[4] = {scales.x, scales.y, scales.z, scales.w};
 #pragma unroll
       for (int half = 0; half < 2; half++) {
+#if WIDEN_ONCE
+        widen_unit(tile + half * HALF_BYTES + k * STEP * 128, held[half],
+                   make_float2(__uint_as_float(four[half * 2]), __uint_as_float(four[half * 2 + 1])));
+#else
 #pragma unroll
         for (int i = 0; i < 4; i++)
           widen_16(tile + (half * 4 + i) * GROUP_BYTES + k * STEP * 128, held[half][i],
                    __uint_as_float(four[half * 2 + i / 2]));
+#endif
         load((k + 1) % PER, half);
       }
     }

@@ -17,6 +17,8 @@ from dayzero.ops.sparse_index import Pooling
 from dayzero.ops.triton.sparse_index import pools_by, rounds, score_rows
 from dayzero.view import Paged
 
+MAXIMA = False  # whether the scores' kernel also writes the largest of every 16, which the choice then begins with
+
 
 def tokens(
     q_THD: Tensor, weights_TH: Tensor, keys: Paged, *, scale: float, k: int, sinks: int = 0, window: int = 0
@@ -24,12 +26,16 @@ def tokens(
     """``sparse_index.tokens``. Scores are summed in f32, so that rows whose scores differ by less than that may change
     places at the cut; what is chosen from them is exact."""
 
+    maxima: list[Tensor | None] = [None]
+
     def score(scores_TL: Tensor, first: int) -> None:
-        score_queries(q_THD, weights_TH, keys, scores_TL, scale=scale, first_query=first)
+        if MAXIMA and _single(q_THD, keys):
+            maxima[0] = scores_TL.new_empty(scores_TL.shape[0], -(-scores_TL.shape[1] // 16))
+        score_queries(q_THD, weights_TH, keys, scores_TL, scale=scale, first_query=first, maxima_TG=maxima[0])
 
     def choose(scores_TL: Tensor, lists_TK: Tensor, first: int) -> None:
         queries = Queries(first_query=first, query_start=keys.query_start, start=keys.start)
-        choose_best(scores_TL, lists_TK, queries, sinks=sinks, window=window)
+        choose_best(scores_TL, lists_TK, queries, sinks=sinks, window=window, maxima_TG=maxima[0])
 
     return rounds(q_THD, keys, k, score, choose)
 
@@ -49,11 +55,17 @@ def pool(
     return pools_by(q_THD, keys, pooling, pools, score, choose)
 
 
+def _single(q_THD: Tensor, keys: Paged) -> bool:
+    return q_THD.shape[0] == keys.start.shape[0] and fits(q_THD, keys)
+
+
 def score_queries(
-    q_THD: Tensor, weights_TH: Tensor, keys: Paged, scores_TL: Tensor, *, scale: float, first_query: int
-) -> None:
-    """Write to scores_TL (f32) what queries from ``first_query`` on score, for keys up to their own positions."""
-    if q_THD.shape[0] != keys.start.shape[0] or not fits(q_THD, keys):
+    q_THD: Tensor, weights_TH: Tensor, keys: Paged, scores_TL: Tensor, *, scale: float, first_query: int,
+    maxima_TG: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write to scores_TL (f32) what queries from ``first_query`` on score, for keys up to their own positions; maxima
+    as in ``score_single``, where that one is taken."""
+    if not _single(q_THD, keys):
         score_rows(q_THD, weights_TH, keys, scores_TL, scale=scale, first_query=first_query)
         return
     if q_THD.stride(2) != 1 or q_THD.stride(0) % 8 or q_THD.stride(1) % 8 or q_THD.data_ptr() % 16:
@@ -61,4 +73,7 @@ def score_queries(
     for begin in range(0, scores_TL.shape[0], MOST_QUERIES):
         here = slice(begin, min(begin + MOST_QUERIES, scores_TL.shape[0]))
         some = slice(first_query + here.start, first_query + here.stop)
-        score_single(q_THD[some], weights_TH[some], keys, scores_TL[here], scale=scale, first_row=some.start)
+        score_single(
+            q_THD[some], weights_TH[some], keys, scores_TL[here], scale=scale, first_row=some.start,
+            maxima_TG=None if maxima_TG is None else maxima_TG[here],
+        )  # fmt: skip

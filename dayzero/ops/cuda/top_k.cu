@@ -10,12 +10,15 @@
 // CLUSTER: blocks of a cluster. CACHED: keys of a warp that are kept in shared memory; longer runs are read again.
 // LISTED: candidates of a warp that are kept; where there are more, its whole run is gone through again. SENT: candidates
 // that a block may send to the others.
+//
+// Tried beside it: FINE: the bin that leaves candidates over is cut again into 2048. MAXIMA: the largest score of every 16
+// rows is there already: only where it may be among the best are the scores themselves read.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-constexpr int THREADS = 1024, WARPS = THREADS / 32, BINS = 2048, PASSES = 4, STRIDE = 128, BATCH = 4;
+constexpr int THREADS = 1024, WARPS = THREADS / 32, BINS = 2048, PASSES = 4 + FINE, STRIDE = 128, BATCH = 4;
 constexpr u32 LEAST = 0x00800000u;  // the key of the lowest finite score
 constexpr u32 FULL = 0xFFFFFFFFu, TOO_MANY = 0xFFFFFFFFu;
 #define INFINITE __int_as_float(0x7F800000)
@@ -135,7 +138,8 @@ __device__ void find_bin(Shared& s, int pass, u32 need) {
 // query q stands at position first_own + q. first_query: number in the step of the first query here.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 top_k(const float* scores, i64 stride_query, int num_keys, i64* out, int k, const int* query_start,
-      const int* start, int rows, int first_query, int first_own, int sinks, int window, int tail) {
+      const int* start, int rows, int first_query, int first_own, int sinks, int window, int tail,
+      const float* maxima, i64 stride_maxima) {
     extern __shared__ __align__(16) u32 dynamic[];
     Shared& s = *reinterpret_cast<Shared*>(dynamic);
     float* memory = reinterpret_cast<float*>(dynamic) + sizeof(Shared) / 4;
@@ -159,7 +163,7 @@ top_k(const float* scores, i64 stride_query, int num_keys, i64* out, int k, cons
     const int run = (visible + CLUSTER * WARPS * STRIDE - 1) / (CLUSTER * WARPS * STRIDE) * STRIDE;  // rows of a warp
     const int begin = min(visible, (static_cast<int>(rank) * WARPS + warp) * run);
     const int count = min(visible, begin + run) - begin;
-    const bool cached = run <= CACHED;
+    const bool cached = !MAXIMA && run <= CACHED;
     const float* mine = scores + query * stride_query + begin;
     const bool aligned = (reinterpret_cast<u64>(mine) & 15) == 0;
     float* kept = memory + warp * (CACHED + 2 * LISTED);
@@ -204,27 +208,71 @@ top_k(const float* scores, i64 stride_query, int num_keys, i64* out, int k, cons
     const bool choose = visible > k;  // else all rows that may be are chosen
     u32 floor = LEAST;  // no key below it is chosen
     float largest = -INFINITE;  // of this thread's scores; NaN is never the larger one
+#if MAXIMA
+    const int groups = (count + 15) / 16;  // of 16 rows
+    const float* largest_of = maxima + query * stride_maxima + begin / 16;
+    auto most_of = [&](int group, float most) {  // ``most`` where neither an end nor what is forced lies within
+        if (begin + group * 16 + 16 <= visible && !forced_in(begin + group * 16, 16)) return most;
+        most = -INFINITE;
+        for (int i = group * 16; i < group * 16 + 16; i += 4) {
+            const float4 four = load(i);
+            most = fmaxf(most, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
+        }
+        return most;
+    };
+    for (int first = lane; first < groups; first += 8 * 32) {
+        float most[8];
+#pragma unroll
+        for (int b = 0; b < 8; ++b) most[b] = first + b * 32 < groups ? __ldcg(largest_of + first + b * 32) : -INFINITE;
+#pragma unroll
+        for (int b = 0; b < 8; ++b) {
+            const int group = first + b * 32;
+            if (group >= groups) continue;
+            most[b] = most_of(group, most[b]);
+            if (group < CACHED) kept[group] = most[b];
+            largest = fmaxf(largest, most[b]);
+        }
+    }
+#else
 #pragma unroll 8
     for (int i = lane * 4; i < run; i += STRIDE) {
         float4 four = load(i);
         if (cached) *reinterpret_cast<float4*>(kept + i) = four;
         largest = fmaxf(largest, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
     }
+#endif
     if (choose && k <= CLUSTER * THREADS) {
         add(3, true, key_of(largest) >> 21);
         cluster_sync();
         find_bin<CLUSTER>(s, 3, k);
         floor = max(LEAST, s.found[0] << 21);
+#if FINE
+        const u32 bin = s.found[0], more = k - s.found[1], own_key = key_of(largest);
+        add(4, own_key >> 21 == bin, own_key >> 10 & 2047);
+        cluster_sync();
+        find_bin<CLUSTER>(s, 4, more);
+        floor = max(LEAST, bin << 21 | s.found[0] << 10);
+#endif
     }
     const float lowest = score_of(floor);
     int listed = 0;  // candidates of this warp, in order; their places are counted even where the list is too short
     for (int first = lane * 4; first < run; first += BATCH * STRIDE) {
+#if MAXIMA
+        const int group = (first - lane * 4) / 16 + lane;
+        float most = -INFINITE;
+        if (group < groups) most = group < CACHED ? kept[group] : most_of(group, __ldcg(largest_of + group));
+        const u32 hot = __ballot_sync(FULL, most >= lowest);
+        if (!hot) continue;
+        auto wanted = [&](int b) { return (hot >> (b * 8 + lane / 4) & 1) != 0; };
+#else
+        auto wanted = [&](int) { return largest >= lowest; };
+#endif
         float4 fours[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             const int i = first + b * STRIDE;
             fours[b] = make_float4(-INFINITE, -INFINITE, -INFINITE, -INFINITE);
-            if (i < run && largest >= lowest) fours[b] = cached ? *reinterpret_cast<float4*>(kept + i) : load(i);
+            if (i < run && wanted(b)) fours[b] = cached ? *reinterpret_cast<float4*>(kept + i) : load(i);
         }
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {

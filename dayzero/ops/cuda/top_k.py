@@ -19,6 +19,7 @@ _THREADS, _WARPS = 1024, 32
 _CACHED, _LISTED = 512, 256  # keys and candidates of a warp in shared memory
 _SENT = 12_288  # candidates that a cluster's blocks may send each other
 _SHARED = 33_280  # bytes of the counts and what else a block shares
+FINE = 0  # see top_k.cu
 _BLOCK_KEYS = 2048  # a cluster gets no more blocks than give each so many keys
 _MOST = 8  # blocks of a cluster that every card of this kind can place
 
@@ -42,23 +43,28 @@ def blocks_of_a_query(queries: int, keys: int, processors: int) -> int:
 
 
 def choose(
-    scores_TL: Tensor, out_TK: Tensor, queries: Queries, *, sinks: int = 0, window: int = 0, tail: int = 0
-) -> None:
+    scores_TL: Tensor, out_TK: Tensor, queries: Queries, *, sinks: int = 0, window: int = 0, tail: int = 0,
+    maxima_TG: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write each query's list to ``out_TK`` (int64, contiguous). scores: f32 with rows of stride 1; what lies behind a
-    query's own position is not read."""
+    query's own position is not read. maxima: the largest of every 16 scores, NaN only where all are."""
     num_queries, num_keys = scores_TL.shape
     assert scores_TL.dtype == torch.float32 and out_TK.is_contiguous() and out_TK.dtype == torch.int64
     processors = torch.cuda.get_device_properties(scores_TL.device).multi_processor_count
     cluster = blocks_of_a_query(num_queries, num_keys, processors)
+    defines = {
+        "CLUSTER": cluster, "CACHED": _CACHED, "LISTED": _LISTED, "SENT": _SENT // cluster, "FINE": FINE,
+        "MAXIMA": int(maxima_TG is not None),
+    }  # fmt: skip
     kernel = load(
-        "top_k.cu", "top_k",
-        defines={"CLUSTER": cluster, "CACHED": _CACHED, "LISTED": _LISTED, "SENT": _SENT // cluster},
-        shared_bytes=_SHARED + 4 * _WARPS * (_CACHED + 2 * _LISTED) + 4 * _SENT,
+        "top_k.cu", "top_k", defines=defines,
+        shared_bytes=_SHARED + FINE * 8192 + 4 * _WARPS * (_CACHED + 2 * _LISTED) + 4 * _SENT,
     )  # fmt: skip
     rows = 0 if queries.start is None else queries.start.shape[0]
     arguments: list[Any] = [
         scores_TL, ctypes.c_int64(scores_TL.stride(0)), num_keys, out_TK, out_TK.shape[1], queries.query_start,
-        queries.start, rows, queries.first_query, queries.first, sinks, window, tail,
+        queries.start, rows, queries.first_query, queries.first, sinks, window, tail, maxima_TG,
+        ctypes.c_int64(0 if maxima_TG is None else maxima_TG.stride(0)),
     ]  # fmt: skip
     kernel((num_queries * cluster,), _THREADS, arguments, cluster=cluster, overlap=True)
 

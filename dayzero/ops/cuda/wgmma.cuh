@@ -2,7 +2,14 @@
 //
 // Tiles lie in shared memory in column groups of 64 numbers: [rows][128 bytes], the eight 16-byte pieces of a row
 // permuted by XOR with (row mod 8); a group begins on 1,024 bytes. Formats and descriptors: PTX ISA, "wgmma".
+//
+// SYNC_BOTH, 0 unless it is defined: builds for a checker of races. At 1 whoever would go on waits as well (``named_tell``),
+// every lane arrives where one does (``arrive_of_warp``), and copies are done before an arrival behind them: the same
+// order by means that the checker follows. At 2 the warps of a warpgroup also meet where a product of all has ended.
 #pragma once
+#ifndef SYNC_BOTH
+#define SYNC_BOTH 0
+#endif
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -91,7 +98,17 @@ __device__ __forceinline__ void barrier_arrive(u64* barrier) {
 }
 // An arrival once all earlier asynchronous copies of this thread are done.
 __device__ __forceinline__ void barrier_arrive_behind_copies(u64* barrier) {
+#if SYNC_BOTH
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  barrier_arrive(barrier);
+#else
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+// A warp's arrival, at a barrier that counts OF_A_WARP of each.
+constexpr int OF_A_WARP = SYNC_BOTH ? 32 : 1;
+__device__ __forceinline__ void arrive_of_warp(u64* barrier) {
+  if (SYNC_BOTH || threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 __device__ __forceinline__ void barrier_wait(u64* barrier, int parity) {
   asm volatile(
@@ -113,6 +130,18 @@ __device__ __forceinline__ void named_sync(int id, int threads) {
 }
 __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The arrival of those who need not wait for the others; these, in turn, may not wait for them further on.
+__device__ __forceinline__ void named_tell(int id, int threads) {
+  if (SYNC_BOTH)
+    named_sync(id, threads);
+  else
+    named_arrive(id, threads);
+}
+// Behind the end of a warpgroup's product, before a warp of it overwrites what all of them multiplied: such a group of
+// products is the warpgroup's, and so is its end. ``id`` is that warpgroup's own.
+__device__ __forceinline__ void product_ended(int id) {
+  if (SYNC_BOTH > 1) named_sync(id, 128);
 }
 // Two numbers as bf16, the first in the lower half.
 __device__ __forceinline__ u32 bf16_pair(float low, float high) {
