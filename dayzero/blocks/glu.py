@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from dayzero.arch.channels import GLU
 from dayzero.blocks.site import Params, Site, Unary, activation_args
+from dayzero.ops.fp8_blocks import joined
 from dayzero.ops.linear import matmul_add, matmul_glu
 from dayzero.view import StepView
 
@@ -39,11 +39,13 @@ class GLUBlock:
         return out_TD + self.forward(x_TD, view) if self.down_onto is None else self.down_onto(self.gated(x_TD), out_TD)
 
     def _at_once(self, params: Params, site: Site) -> Unary | None:
-        """None where no operator is bound that multiplies and activates: its reference is the operators in turn."""
+        """None where no operator is bound that multiplies and activates, as its reference is the operators in turn, and
+        where the two weights cannot be one."""
         op = site.op(matmul_glu.name, "gate_up")
-        if op is matmul_glu.body:
+        together = None if op is matmul_glu.body else joined([params["gate"], params["up"]])
+        if together is None:
             return None
-        weight = site.laid_out(matmul_glu.name, "gate_up", torch.cat([params["gate"], params["up"]]))
+        weight = site.laid_out(matmul_glu.name, "gate_up", together)
         return lambda x_TD: op(x_TD, weight, self.act_args)
 
     def _in_turn(self, params: Params, site: Site) -> Unary:

@@ -17,10 +17,12 @@ from dayzero.arch.rope import Rope
 from dayzero.ops.bind import bind, prepack_of
 from dayzero.ops.bindings import chosen
 from dayzero.ops.catalog import CATALOG, Catalog
+from dayzero.ops.fp8_blocks import joined
 from dayzero.ops.latent_write import Turn
+from dayzero.ops.linear import Weight
 
 Bind = Callable[[str, str], Callable[..., Any]]  # (contract, site) -> function
-Prepack = Callable[[str, str], Callable[[Tensor], Any] | None]  # (contract, site) -> what lays its weight out, if any
+Prepack = Callable[[str, str], Callable[[Any], Any] | None]  # (contract, site) -> what lays its weight out, if any
 Tap = Callable[[str, Tensor], None]  # (site, value); must not change the value
 Unary = Callable[[Tensor], Tensor]
 
@@ -110,20 +112,23 @@ class Site:
         """x [..., K] -> one [..., N] for each name, as ``linear`` of each would give it.
 
         Weights that one variant lays out anyway are laid out as one, so that x is read and the operator called once;
-        results are then slices along N. Variants' products do not depend on the other rows of a weight.
+        results are then slices along N. Variants' products do not depend on the other rows of a weight. Those that
+        cannot be one (``ops/fp8_blocks.joined``) stay apart.
         """
         contract = "linear.matmul"
         packs = {self.prepack(contract, self.part(name)) for name in names}
-        if len(packs) > 1 or None in packs or len(names) < 2:
+        alone = len(packs) > 1 or None in packs or len(names) < 2
+        together = None if alone else joined([params[name] for name in names])
+        if together is None:
             each = [self.linear(params, name, bias=bias) for name in names]
             return lambda x: tuple(one(x) for one in each)
         sizes = [params[name].shape[0] for name in names]
-        weight = self.laid_out(contract, names[0], torch.cat([params[name] for name in names]))
+        weight = self.laid_out(contract, names[0], together)
         bias_N = torch.cat([params[f"{name}_bias"] for name in names]) if bias else None
         op = self.op(contract, names[0])
         return lambda x: op(x, weight, bias_N).split(sizes, dim=-1)
 
-    def laid_out(self, contract: str, part: str, weight_NK: Tensor) -> Any:
+    def laid_out(self, contract: str, part: str, weight_NK: Weight) -> Any:
         """The weight as the variant bound to this site takes it; the caller lets go of the original."""
         pack = self.prepack(contract, self.part(part))
         return weight_NK if pack is None else pack(weight_NK)

@@ -56,17 +56,13 @@ _PLAIN: tuple[Line, ...] = (
     ),
     *(
         Line(
-            f"linear.{word}", "few_rows", "cuda", ("sm90", "cuda_bindings"), f"{_CUDA}.linear:{word}", _BIAS,
-            prepack=f"{_CUDA}.linear:pack", rank=20, dtypes=("bf16",),
+            f"linear.{word}", "few_rows", "cuda", ("sm90", "triton", "cuda_bindings"), f"{_CUDA}.{place}:{word}",
+            traits, prepack=f"{_CUDA}.{place}:pack", rank=20, dtypes=("bf16",), packed=("fp8_block",),
         )
-        for word in ("matmul", "matmul_f32")
-    ),
-    *(
-        Line(
-            f"linear.{word}", "few_rows", "cuda", ("sm90", "triton", "cuda_bindings"), f"{_CUDA}.linear_fused:{word}",
-            traits, prepack=f"{_CUDA}.linear_fused:pack", rank=20, dtypes=("bf16",),
+        for word, place, traits in (
+            ("matmul", "linear", _BIAS), ("matmul_f32", "linear", _BIAS), ("matmul_glu", "linear_fused", _GLU),
+            ("matmul_add", "linear_fused", {}),
         )
-        for word, traits in (("matmul_glu", _GLU), ("matmul_add", {}))
     ),
 )  # fmt: skip
 # --- paged attention, dense: grouped heads and latent rows -----------------------------------------------------------

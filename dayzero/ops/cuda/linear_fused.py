@@ -22,13 +22,13 @@ def check_machine() -> None:
     machine.check_machine()
 
 
-def matmul_glu(x_TK: Tensor, w_NK: Tensor, activation: Mapping[str, Any]) -> Tensor:
-    """``linear.matmul_glu`` of bf16 numbers. In a graph, as ``linear.matmul``."""
+def matmul_glu(x_TK: Tensor, w_NK: linear.Weight, activation: Mapping[str, Any]) -> Tensor:
+    """``linear.matmul_glu`` of bf16 x. In a graph, as ``linear.matmul``."""
     y_TI = linear.few_gated(x_TK, w_NK, activation)
     return numbers.glu(*linear.matmul(x_TK, w_NK).chunk(2, dim=-1), **activation) if y_TI is None else y_TI
 
 
-def matmul_add(x_TK: Tensor, w_NK: Tensor, added_TN: Tensor) -> Tensor:
-    """``linear.matmul_add`` of bf16 numbers. In a graph, as ``linear.matmul``."""
+def matmul_add(x_TK: Tensor, w_NK: linear.Weight, added_TN: Tensor) -> Tensor:
+    """``linear.matmul_add`` of bf16 x. In a graph, as ``linear.matmul``."""
     y_TN = linear.few_added(x_TK, w_NK, added_TN)
     return numbers.add(added_TN, linear.matmul(x_TK, w_NK)) if y_TN is None else y_TN
