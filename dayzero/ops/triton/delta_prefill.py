@@ -7,6 +7,7 @@ for all heads and slices of the values at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,14 @@ import triton
 from torch import Tensor
 
 from dayzero.ops.delta_paged import Kept, Raw, Weights
-from dayzero.ops.triton.delta_chunk_rows import convolve, keep_windows, norm_gate, plan
+from dayzero.ops.triton.delta_chunk_rows import convolve, norm_gate, plan
 from dayzero.ops.triton.delta_chunk_run import MOST_ROWS, TRITON, Gate, Kernels, Rows, Sizes
 from dayzero.ops.triton.machine import check_machine
 
 __all__ = ["check_machine", "chunked", "delta_chunked", "prefill"]
-_CHANNELS_AT_ONCE = 64  # of a convolution's program
+_CHANNELS_AT_ONCE = 1024  # of a convolution's program: 16 bytes a thread in bf16
+_CONVOLVE_REGISTERS = 128  # the most without spills, and four programs a multiprocessor
+_HEADS_AT_ONCE, _TOKENS_AT_ONCE = 16, 2  # of a program of the output norm
 
 
 def delta_chunked(
@@ -84,27 +87,15 @@ def prefill_by(
 ) -> None:  # fmt: skip
     """``prefill`` by the kernels that ``kernels`` has for such sizes."""
     eps, act, lower = options["eps"], options["act"], options.get("lower")
-    _, heads, width, value_width = kept.state_NHKV.shape
     rows = _rows_of(kept, first_row)
-    first = kept.spans[first_row].first
-    parts = (
-        (raw.q_TC, weights.q_taps_CW, kept.q_NCS, width),
-        (raw.k_TC, weights.k_taps_CW, kept.k_NCS, width),
-        (raw.v_TC, weights.v_taps_CW, kept.v_NCS, value_width),
-    )
-    q, k, v = (_convolved(*part, rows) for part in parts)
-    sizes = Sizes.of(q, k, v, raw.z)
+    q_TGK, k_TGK, v_THV = _convolved(raw, weights, kept, rows)
+    sizes = Sizes.of(q_TGK, k_TGK, v_THV, raw.z)
     gate = Gate(weights.a_log_H.contiguous(), weights.dt_bias.contiguous(), lower)
     rule = kernels(sizes)
-    scratch = rule.local(q, k, raw.z, raw.beta_TH, sizes, rows.num_chunks, gate, rows)
-    rule.run_rows(scratch, v, out_THV, kept.state_NHKV, sizes, rows)
-    num_pairs = (out_THV.shape[0] - first) * heads
-    at_once = 16
-    norm_gate[(triton.cdiv(num_pairs, at_once),)](
-        out_THV[first:], raw.gate_TC[first:], weights.norm_V.contiguous(), num_pairs, *raw.gate_TC.stride(), eps,
-        HEADS=heads, V=value_width, VP=triton.next_power_of_2(value_width), BM=at_once, SILU=act == "silu",
-        num_warps=4,
-    )  # fmt: skip
+    scratch = rule.local(q_TGK, k_TGK, raw.z, raw.beta_TH, sizes, rows.num_chunks, gate, rows)
+    rule.run_rows(scratch, v_THV, out_THV, kept.state_NHKV, sizes, rows)
+    first = kept.spans[first_row].first
+    _normed(out_THV[first:], raw.gate_TC[first:], weights.norm_V.contiguous(), eps, act)
 
 
 def _rows_of(kept: Kept, first_row: int) -> Rows:
@@ -122,19 +113,39 @@ def _rows_of(kept: Kept, first_row: int) -> Rows:
     return Rows(starts, kept.start[places], kept.table_R[places], chunks, first, count, row)
 
 
-def _convolved(x_TC: Tensor, taps_CW: Tensor, windows_NCS: Tensor, width: int, rows: Rows) -> Tensor:
-    """[T, heads, width] behind the convolution; replaces the windows of the rows in the pool."""
-    num_tokens, channels = x_TC.shape
-    y_TC = torch.empty(num_tokens, channels, dtype=x_TC.dtype, device=x_TC.device)
-    num_taps, slices = taps_CW.shape[1], triton.cdiv(channels, _CHANNELS_AT_ONCE)
-    places = (rows.starts, rows.start, rows.slots)
-    strides = (*x_TC.stride(), windows_NCS.stride(0), rows.slots.stride(0))
-    convolve[(slices, rows.num_chunks)](
-        x_TC, taps_CW.contiguous(), windows_NCS, y_TC, rows.first, rows.count, rows.row, *places, *strides, channels,
-        W=num_taps, C=MOST_ROWS, BC=_CHANNELS_AT_ONCE, num_warps=4,
+def _convolved(raw: Raw, weights: Weights, kept: Kept, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [T, G, K] and v [T, H, V] behind their convolutions, packed; replaces the rows' windows in the pool."""
+    inputs = (raw.q_TC, raw.k_TC, raw.v_TC)
+    taps = [x.contiguous() for x in (weights.q_taps_CW, weights.k_taps_CW, weights.v_taps_CW)]
+    windows = (kept.q_NCS, kept.k_NCS, kept.v_NCS)
+    made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    keys, values, num_taps = raw.k_TC.shape[1], raw.v_TC.shape[1], taps[0].shape[1]
+    if num_taps > MOST_ROWS:
+        raise ValueError(f"{num_taps} taps reach over more than a chunk of {MOST_ROWS} tokens; bind the reference here")
+    at_once = min(_CHANNELS_AT_ONCE, triton.next_power_of_2(max(keys, values)))
+    parts, unit = 2 * triton.cdiv(keys, at_once) + triton.cdiv(values, at_once), _unit(*inputs)
+    steps = [step for x in inputs for step in (x.stride(0) // unit, x.stride(1))]
+    convolve[(parts, rows.num_chunks)](
+        *inputs, *taps, *windows, *made, rows.first, rows.count, rows.row, rows.starts, rows.start, rows.slots,
+        *steps, *(x.stride(0) for x in windows), rows.slots.stride(0), keys, values, W=num_taps, BC=at_once,
+        EVEN=keys % at_once == values % at_once == 0, UNIT=unit, num_warps=4, maxnreg=_CONVOLVE_REGISTERS,
     )  # fmt: skip
-    if num_taps > 1:
-        keep_windows[(slices, rows.num)](
-            x_TC, windows_NCS, *places, *strides, channels, W=num_taps, BC=_CHANNELS_AT_ONCE, num_warps=2
-        )
-    return y_TC.unflatten(-1, (-1, width))
+    widths = (kept.state_NHKV.shape[2], kept.state_NHKV.shape[2], kept.state_NHKV.shape[3])
+    q, k, v = (y.unflatten(-1, (-1, width)) for y, width in zip(made, widths, strict=True))
+    return q, k, v
+
+
+def _normed(out_THV: Tensor, gate_TC: Tensor, weight_V: Tensor, eps: float, act: str) -> None:
+    num_tokens, heads, width = out_THV.shape
+    padded, tokens = triton.next_power_of_2(width), _TOKENS_AT_ONCE
+    at_once, unit = min(_HEADS_AT_ONCE, triton.next_power_of_2(heads)), _unit(gate_TC)
+    norm_gate[(triton.cdiv(heads, at_once) * triton.cdiv(num_tokens, tokens),)](
+        out_THV, gate_TC, weight_V, num_tokens, gate_TC.stride(0) // unit, gate_TC.stride(1), eps, HEADS=heads, V=width,
+        VP=padded, BH=at_once, BT=tokens, SILU=act == "silu", UNIT=unit, num_warps=4,
+    )  # fmt: skip
+
+
+def _unit(*inputs_TC: Tensor) -> int:
+    """What divides the distances of their tokens, 16 at most. The compiler itself only asks whether 16 does. With 12
+    heads a joint product's rows may be multiples of 4, and one number at a time would take several times as long."""
+    return math.gcd(16, *(x.stride(0) for x in inputs_TC))
