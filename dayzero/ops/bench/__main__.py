@@ -1,4 +1,7 @@
-"""``python -m dayzero.ops.bench [--only TEXT] [--out FILE]``: check, then time, each entry; one line each."""
+"""``python -m dayzero.ops.bench [--only TEXT] [--out FILE]``: check, then time, each entry; one line each.
+
+``--table``: the entries that have goals, and a table of them at the end.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from typing import Any
 import torch
 
 import dayzero.ops.bench as package
+from dayzero.ops.bench.apart import run_apart
 from dayzero.ops.bench.entry import Entry
+from dayzero.ops.bench.goals import ROWS, table
 from dayzero.ops.bench.timing import ceilings, measured
 
 
@@ -32,7 +37,8 @@ def run(entry: Entry, ceiling: dict[str, float]) -> dict[str, Any]:
     began = time.monotonic()
     prepared = entry.prepare()
     errors = dict(prepared.check())
-    out: dict[str, Any] = {"contract": entry.contract, "variant": entry.variant, "shape": entry.shape}
+    out: dict[str, Any] = {"name": entry.name, "contract": entry.contract, "variant": entry.variant}
+    out["shape"] = entry.shape
     out["errors"] = {what: {"error": error, "bound": bound} for what, (error, bound) in errors.items()}
     out["right"] = bool(errors) and all(error <= bound for error, bound in errors.values())
     if out["right"]:
@@ -63,26 +69,55 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="entries whose name holds it (also *)"
     )
+    parser.add_argument("--named", action="append", default=[], metavar="NAME", help="this entry, in the order given")
+    parser.add_argument("--table", action="store_true", help="what has goals; one that fails does not end the others")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin no entry after so long; 150 for a table")
     parser.add_argument("--list", action="store_true", help="names only")
     parser.add_argument("--out", type=Path, help="a JSON file for all figures")
     given = parser.parse_args(arguments)
-    chosen = [e for e in entries() if not given.only or any(fnmatch.fnmatch(e.name, f"*{o}*") for o in given.only)]
+    chosen = _chosen(given.only, [*given.named, *(ROWS if given.table else ())])
     if given.list or not chosen:
         print("\n".join(e.name for e in chosen) or "no entry has such a name; --list shows them")
         return 0 if chosen else 2
     if not torch.cuda.is_available():
         print("a figure needs an NVIDIA GPU, and torch sees none here", file=sys.stderr)
         return 3
-    ceiling = ceilings()
+    return _table(given.limit or 150.0, given.out) if given.table else _run_all(chosen, given.limit, given.out)
+
+
+def _chosen(only: list[str], named: list[str]) -> list[Entry]:
+    if not named:
+        return [e for e in entries() if not only or any(fnmatch.fnmatch(e.name, f"*{o}*") for o in only)]
+    known = {e.name: e for e in entries()}
+    return [known[name] for name in named] if known.keys() >= set(named) else []
+
+
+def _run_all(chosen: list[Entry], limit: float | None, to: Path | None) -> int:
+    began, ceiling = time.monotonic(), ceilings()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; " + _said(ceiling), flush=True)
-    found = []
+    found: list[dict[str, Any]] = []
     for entry in chosen:
+        if limit is not None and time.monotonic() - began > limit:
+            print(f"{len(chosen) - len(found)} entries are left: {limit:.0f} s are over", flush=True)
+            break
         found.append(run(entry, ceiling))
         print(line_of(entry.name, found[-1]), flush=True)
         torch.cuda.empty_cache()
-        if given.out:
-            given.out.write_text(json.dumps({"ceilings": ceiling, "entries": found}, indent=1), encoding="utf-8")
+        _write(to, {"ceilings": ceiling, "entries": found, "whole": False})
+    _write(to, {"ceilings": ceiling, "entries": found, "whole": True})
     return 0 if all(one["right"] for one in found) else 1
+
+
+def _table(seconds: float, to: Path | None) -> int:
+    found = run_apart(list(ROWS), seconds)
+    print(table(found["entries"]), flush=True)
+    _write(to, found)
+    return 0 if all(one["right"] for one in found["entries"].values()) else 1
+
+
+def _write(to: Path | None, figures: dict[str, Any]) -> None:
+    if to is not None:
+        to.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
 
 def _said(ceiling: dict[str, float]) -> str:

@@ -1,0 +1,45 @@
+"""Entries one after another in a process beside this one, and in another behind one that ended it: a kernel that faults
+takes its process along, and one that hangs has to be stopped from outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+COMMAND = (sys.executable, "-m", "dayzero.ops.bench")
+GRACE = 30.0  # seconds beyond its time that a process may take for the entry it is at
+_NOTHING: dict[str, Any] = {"entries": [], "whole": False}
+
+
+def run_apart(names: Sequence[str], seconds: float, command: Sequence[str] = COMMAND) -> dict[str, Any]:
+    """{"ceilings", "entries" by name}. What ended its process is ``failed``; what there was no time for is left out.
+
+    command: takes ``--named`` for each entry, ``--limit`` and ``--out``, as ``python -m dayzero.ops.bench`` does."""
+    found: dict[str, Any] = {"ceilings": {}, "entries": {}}
+    left, end = list(names), time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        while left and (room := end - time.monotonic()) > 0:
+            out.unlink(missing_ok=True)
+            code = _run([*command, *(f"--named={name}" for name in left), f"--limit={room:.0f}", f"--out={out}"], room)
+            made: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else _NOTHING
+            found["ceilings"] |= made.get("ceilings", {})
+            found["entries"] |= {one["name"]: one for one in made["entries"]}
+            left = left[len(made["entries"]) :]
+            if made["whole"] or code in (2, 3) or not left:
+                break
+            found["entries"][left.pop(0)] = {"right": False, "failed": f"ended its process: {code}"}
+    return found
+
+
+def _run(command: Sequence[str], seconds: float) -> int | str:
+    try:
+        return subprocess.run(command, timeout=seconds + GRACE, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return "too slow"
