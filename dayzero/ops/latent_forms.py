@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 LEAST_QUERIES = 128  # of a row in the expanded form: a block of them, worth launches of its own
 SCRATCH_BYTES = 256 << 20  # of expanded keys and values
-LEAST_KEYS = 1024  # at once, however many heads there are
+LEAST_KEYS, MOST_KEYS = 1024, 16_384  # at once, however many or few heads there are
 ABSORBED_TOKENS = 2048  # of chunks in one call of the absorbed form, whose queries and results are f32 and wide
-_F32 = 4
+_F32, _COPIES = 4, 4  # of the cached rows of these keys: codes, scales, what they are widened to, and the last keys'
 
 
 class Widths(NamedTuple):
@@ -41,7 +41,7 @@ def expands(count: int, start: int, widths: Widths) -> bool:
 def keys_at_once(widths: Widths, page: int = 1) -> int:
     """Keys that are expanded at once, in bf16: a whole number of pages."""
     most = SCRATCH_BYTES // (2 * widths.heads * (widths.nope + widths.value))
-    return max(page, max(LEAST_KEYS, most) // page * page)
+    return max(page, min(MOST_KEYS, max(LEAST_KEYS, most)) // page * page)
 
 
 def attend_bytes(widths: Widths, tokens: int, context: int, element: int) -> int:
@@ -49,7 +49,7 @@ def attend_bytes(widths: Widths, tokens: int, context: int, element: int) -> int
     an activation's number."""
     heads, nope, shared, rank, value = widths
     keys = min(context, keys_at_once(widths))
-    expanded = keys * (heads * (nope + value) + rank + shared) * element
+    expanded = keys * (heads * (nope + value) * element + (rank + shared) * _COPIES * _F32)
     if keys < context:  # sums are kept from some keys to the next
         expanded += tokens * heads * (value + 1) * _F32
     absorbed = min(tokens, ABSORBED_TOKENS) * heads * (2 * rank + shared) * 2 * element

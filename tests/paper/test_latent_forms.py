@@ -39,6 +39,7 @@ def test_where_it_turns_over_behind_a_long_history() -> None:
 def test_keys_fill_the_scratch_in_whole_pages() -> None:
     assert keys_at_once(KIMI, 64) == 16_384 and keys_at_once(replace_heads(128), 64) == 4096
     assert keys_at_once(replace_heads(33), 64) % 64 == 0 and keys_at_once(KIMI, 1 << 20) == 1 << 20
+    assert keys_at_once(replace_heads(4), 64) == 16_384 and keys_at_once(replace_heads(1000), 64) == 1024
     assert keys_at_once(replace_heads(33)) * 2 * 33 * 256 <= SCRATCH_BYTES
 
 
@@ -49,7 +50,7 @@ def replace_heads(heads: int) -> Widths:
 def test_a_plan_counts_the_scratch_and_what_is_kept_beside_it() -> None:
     short, long = (attend_bytes(KIMI, 8192, context, 2) for context in (8192, 1 << 20))
     out, kept = 8192 * 32 * 128 * 2, 8192 * 32 * 129 * 4
-    assert long == out + max(SCRATCH_BYTES + 16_384 * 576 * 2 + kept, 2048 * 32 * 1088 * 4)
+    assert long == out + max(SCRATCH_BYTES + 16_384 * 576 * 16 + kept, 2048 * 32 * 1088 * 4)
     assert short == out + 2048 * 32 * 1088 * 4  # absorbed, of many rows that are short
     mixer = MLA(2304, 32, None, 512, 128, 64, 128, None, 192**-0.5, 1e-5)
     rows = 2304 + 32 * 192 + 2 * 576

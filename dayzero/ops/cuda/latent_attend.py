@@ -9,7 +9,7 @@ from dayzero.ops.cuda.paged import paged
 from dayzero.ops.triton.latent_attend import attend_by, chunk
 from dayzero.view import Paged
 
-__all__ = ["attend", "check_machine"]
+__all__ = ["attend", "check_machine", "chunk"]
 
 
 def attend(q_THD: Tensor, rows: Paged, kv_b: Tensor, *, scale: float) -> Tensor:
