@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+First = TypeVar("First")
+Second = TypeVar("Second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,19 @@ def at_once(work: Callable[[], Any], like: Any) -> Any:
     return work()
 
 
+class Beside(Protocol):
+    """Runs two pieces of work, neither of which needs what the other makes or changes, and returns what both give."""
+
+    def __call__(self, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
+        """first: the longer one; it alone may ask for ``on_host``. What they read that was there before stays as it is,
+        and is held by them or by who calls, until both are there."""
+
+
+def in_turn(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
+    """Where work is done as it is called: one after the other."""
+    return first(), second()
+
+
 @dataclass(frozen=True, slots=True)
 class StepView:
     """tokens [T] int64; positions [T] or [3, T] int64; spans in packed order, covering [0, T) exactly once.
@@ -213,8 +229,9 @@ class StepView:
     cache group -> where its records lie. scratch: what one layer leaves for a later one in the same step (shared top-k
     indices), by name; emptied between steps. inserted: rows of images in place of embeddings; none overlap. on_host:
     through which a block does what depends on numbers that only the host can look at, so that a step can be recorded in
-    pieces around it. real [T] bool: which tokens are a request's, where others may pad the step and a block is to leave
-    them out; None: nothing is left out.
+    pieces around it. beside: through which a block does two things that need nothing of each other, so that a device
+    may do them at the same time. real [T] bool: which tokens are a request's, where others may pad the step and a block
+    is to leave them out; None: nothing is left out.
     """
 
     tokens: Tensor
@@ -227,6 +244,7 @@ class StepView:
     scratch: dict[str, object]
     inserted: tuple[Inserted, ...] = ()
     on_host: OnHost = at_once
+    beside: Beside = in_turn
     real: Tensor | None = None
 
     @property

@@ -34,9 +34,15 @@ class GLUBlock:
         assert self.down is not None, "its last product adds"
         return self.down(self.gated(x_TD))
 
-    def onto(self, out_TD: Tensor, x_TD: Tensor, view: StepView) -> Tensor:
-        """out + what it makes of x, both [T, dim]."""
-        return out_TD + self.forward(x_TD, view) if self.down_onto is None else self.down_onto(self.gated(x_TD), out_TD)
+    def ahead(self, x_TD: Tensor) -> Tensor:
+        """What ``onto`` takes, made of x [T, dim] alone: the whole result [T, dim], or where the last product is bound
+        to be added, what goes into that [T, inner]."""
+        gated_TI = self.gated(x_TD)
+        return gated_TI if self.down is None else self.down(gated_TI)
+
+    def onto(self, out_TD: Tensor, ahead_TX: Tensor) -> Tensor:
+        """out + what it makes of x, both [T, dim]. ahead: ``ahead(x)``."""
+        return out_TD + ahead_TX if self.down_onto is None else self.down_onto(ahead_TX, out_TD)
 
     def _at_once(self, params: Params, site: Site) -> Unary | None:
         """None where no operator is bound that multiplies and activates, as its reference is the operators in turn, and

@@ -76,7 +76,18 @@ class MoEBlock:
         self.shared_gate = site.linear(params, "shared_gate") if spec.shared_gate else None
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
-        """x [T, dim] -> [T, dim]. The router sees x itself, not the latent."""
+        """x [T, dim] -> [T, dim].
+
+        The shared expert runs beside the routed ones, but for a last product that adds to their sum: that is one launch
+        behind the two as it is in turn, and made aside it would be one more, to add what it gives.
+        """
+        if self.shared is None:
+            return self._routed(x_TD, view)
+        routed, ahead = partial(self._routed, x_TD, view), partial(self._shared_ahead, self.shared, x_TD, view)
+        return self.shared.onto(*view.beside(routed, ahead))
+
+    def _routed(self, x_TD: Tensor, view: StepView) -> Tensor:
+        """[T, dim]: the sum of the chosen experts. The router sees x itself, not the latent."""
         ids_TN, weights_TN = self.choose(x_TD)
         self.site.show_layer("experts", ids_TN)
         if self.fetched is not None and view.real is not None:  # no expert is read for what pads a step
@@ -86,17 +97,15 @@ class MoEBlock:
         out = chosen() if self.fetched is None else view.on_host(chosen, x_TW)
         if self.latent_norm is not None:
             out = self.latent_norm(out)
-        if self.latent_up is not None:
-            out = self.latent_up(out)
-        return out if self.shared is None else self._with_shared(self.shared, out, x_TD, view)
+        return out if self.latent_up is None else self.latent_up(out)
 
-    def _with_shared(self, shared: GLUBlock, out_TD: Tensor, x_TD: Tensor, view: StepView) -> Tensor:
-        """The routed experts' sum and what every token gets besides."""
+    def _shared_ahead(self, shared: GLUBlock, x_TD: Tensor, view: StepView) -> Tensor:
+        """Of what every token gets besides, all that needs no routed expert: see ``GLUBlock.ahead``."""
         if self.shared_gate is None:
-            return shared.onto(out_TD, x_TD, view)
+            return shared.ahead(x_TD)
         share_T1 = torch.sigmoid(self.shared_gate(x_TD).double()).float()
         shared_TD = shared.forward(x_TD, view)
-        return out_TD + (share_T1 * shared_TD.float()).to(shared_TD.dtype)
+        return (share_T1 * shared_TD.float()).to(shared_TD.dtype)
 
     def _at_once(self, params: Params) -> Choose | None:
         """None where no operator is bound that multiplies and chooses: its reference is the two in turn."""

@@ -30,7 +30,7 @@ STEP_ROWS = 8  # between two sizes, from there on
 # row has several tokens; an image stands in it; log-probabilities of a prompt are wanted; a table is too wide.
 REASONS = ("off", "chunk", "image", "logprobs", "wide")
 EAGER = tuple(f"eager_steps_{reason}" for reason in REASONS)
-COUNTERS = ("graph_steps", "graph_replays", "padded_rows", *EAGER, "host_sampled_rows")
+COUNTERS = ("graph_steps", "graph_replays", "graph_forks", "padded_rows", *EAGER, "host_sampled_rows")
 BEHIND = ("sample.draw", "sample.shape")  # contracts that run behind a recording, not in it
 TOWERS = ("vision.", "projector.")  # sites that no step runs: images are encoded beside it
 
@@ -39,12 +39,13 @@ TOWERS = ("vision.", "projector.")  # sites that no step runs: images are encode
 class RecordingPlan:
     """How steps are recorded: ``captured`` as CUDA graphs, ``again``: called again, empty: not at all. why: reasons for
     which they are not captured. hidden: whether operators can do without being told where rows stand. in_pieces: cut
-    around experts that are read when they are chosen."""
+    around experts that are read when they are chosen. streams: that a captured step uses, 1 or 2."""
 
     how: Literal["captured", "again", ""]
     why: tuple[str, ...] = ()
     hidden: bool = False
     in_pieces: bool = False
+    streams: int = 2
 
 
 def plan_recording(config: EngineConfig, target: str, host: Iterable[str]) -> RecordingPlan:

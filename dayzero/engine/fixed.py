@@ -22,7 +22,7 @@ from dayzero.engine.packed import Packed, Part
 from dayzero.engine.slots import fill, group_parts, spans_of, where_of
 from dayzero.engine.step import Step
 from dayzero.errors import MachineError
-from dayzero.view import OnHost, Span, StepView
+from dayzero.view import Beside, OnHost, Span, StepView
 
 NO_STATE = -1  # the block of a row without a state
 LATE = -1  # in the place of an id: the slot's newest token
@@ -160,7 +160,7 @@ class Inputs:
             arrays[f"{name}.blocks"][num:bucket] = blocks[places // group.page_tokens]
             arrays[f"{name}.offsets"][num:bucket] = places % group.page_tokens
 
-    def view(self, bucket: int, spans: Sequence[Span], on_host: OnHost) -> StepView:
+    def view(self, bucket: int, spans: Sequence[Span], on_host: OnHost, beside: Beside) -> StepView:
         """What blocks see of the first ``bucket`` rows. Asked for while a step is recorded: late tokens are read by
         what it records."""
         ids_B, slots_B = self.tensors["ids"][:bucket], self.tensors["slots"][:bucket]
@@ -170,5 +170,5 @@ class Inputs:
             query_start=self._query_start[: bucket + 1], start=self.tensors["start"][:bucket],
             stores=self.views.stores,
             where={name: where.first_rows(bucket) for name, where in self._where.items()},
-            scratch={}, on_host=on_host, real=slots_B < self._no_slot if self.tells_padding else None,
+            scratch={}, on_host=on_host, beside=beside, real=slots_B < self._no_slot if self.tells_padding else None,
         )  # fmt: skip

@@ -2,7 +2,8 @@
 again. The only file of the engine that calls CUDA; other devices pass through the same functions.
 
 A recording is a list of pieces: what the device can repeat by itself, and between two such pieces work that needs the
-host (``StepView.on_host``). Mostly it is one piece.
+host (``StepView.on_host``). Mostly it is one piece. Within a piece a device does on two streams what may be done at the
+same time (``StepView.beside``).
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dayzero.view import OnHost, Span
+from dayzero.view import Beside, First, OnHost, Second, Span, in_turn
 
-Work = Callable[[tuple[Span, ...], OnHost], None]  # reads and writes memory whose addresses never change
+Work = Callable[[tuple[Span, ...], OnHost, Beside], None]  # reads and writes memory whose addresses never change
 FIRST_LOOKS, LOOK_EVERY = 3, 16  # runs of a recording in which addresses are looked at: see ``Again``
 WARM_RUNS = 2  # before a capture: kernels are compiled and loaded in the first, tuned and cached by libraries in both
 
 
 class Replay(Protocol):
-    """One recording. num_pieces: that the device repeats by itself."""
+    """One recording. num_pieces: that the device repeats by itself. num_forks: places where it does two at a time."""
 
     num_pieces: int
+    num_forks: int
 
     def run(self, spans: tuple[Span, ...]) -> None:
         """The work again, with what lies at its addresses now. spans: the step's; captured work has no use for them."""
@@ -48,9 +50,9 @@ class Again:
         self._at = self._runs = 0
         self._addresses: frozenset[tuple[int, int]] | None = None
         self._seen: _Addresses | None = None
-        self.num_pieces = 1
+        self.num_pieces, self.num_forks = 1, 0
         if debug:  # as before a capture: what is made once and kept is there when addresses are looked at
-            self._work(spans, self._on_host)
+            self._work(spans, self._on_host, in_turn)
         self.run(spans)
         self.num_pieces = 1 + self._at
 
@@ -58,11 +60,11 @@ class Again:
         self._at = 0
         self._runs += 1
         if not self._debug or (self._runs > FIRST_LOOKS and self._runs % LOOK_EVERY):
-            self._work(spans, self._on_host)
+            self._work(spans, self._on_host, in_turn)
             return
         with _Addresses() as seen:
             self._seen = seen
-            self._work(spans, self._on_host)
+            self._work(spans, self._on_host, in_turn)
         self._seen = None
         if self._addresses is None:
             self._addresses = frozenset(seen.outside)
@@ -117,38 +119,88 @@ class _Addresses(TorchDispatchMode):
 
 @dataclass(slots=True)
 class Memory:
-    """What all graphs of an engine share: one pool of memory, as they never run at once, and the stream they are
-    captured on. num_bytes: what capturing took from the device, the driver's part included."""
+    """What all graphs of an engine share: one pool of memory, as they never run at once, the stream they are captured
+    on, and the one beside it. num_bytes: what capturing took from the device, the driver's part included."""
 
     pool: Any = field(default_factory=lambda: torch.cuda.graph_pool_handle())
     stream: Any = field(default_factory=lambda: torch.cuda.Stream())
+    side: Any = field(default_factory=lambda: torch.cuda.Stream())
     num_bytes: int = 0
 
 
-class Captured:
-    """A list of CUDA graphs, with the host's work between them. Captured on ``memory``'s stream, replayed on the one
-    that is current then."""
+class Fork:
+    """``StepView.beside`` on two streams: the second piece of work runs on the one beside, from a fork to a join.
 
-    def __init__(self, work: Work, spans: tuple[Span, ...], memory: Memory) -> None:
-        self._memory = memory
+    Memory that is let go of is taken again by work on the stream that it was taken on, and by no other, but at once and
+    without an event (torch's allocator, in the pool of graphs too). Here that is right without ``record_stream``, with
+    which memory would never be taken again within a capture:
+
+    - Memory of the side is taken again by the side, behind a later fork: behind all that the main stream was asked for
+      until then, and nobody asks for more of what he has let go of. So what the side made may be read on the main
+      stream behind the join like anything else. As the second piece is asked for before the first one, nothing that the
+      first lets go of can be taken again beside it either.
+    - Memory of the main stream may be taken again by the first piece while the second one reads it. So what that reads
+      and found there must be held up to the join: by the two pieces, which are held here, or by who calls.
+
+    Kernels that may begin early (programmatic dependent launch) keep their order across a fork and a join: a graph has
+    one edge to such a kernel from each that it comes behind, and ``griddepcontrol.wait``, which stands in ours before
+    they touch anything that another one writes, waits for "all prerequisite grids" (PTX ISA). Out of a capture an event
+    that a stream waits for is waited for before the launch.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._main, self._side = memory.stream, memory.side
+        self._at: Literal["", "second", "first", "joined"] = ""  # what is being asked for
+        self.uses = 0
+
+    def beside(self, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
+        """As ``view.Beside``. Within one of two pieces: in turn, as there is no third stream."""
+        if self._at:
+            return in_turn(first, second)
+        self.uses += 1
+        self._at = "second"
+        self._side.wait_stream(self._main)
+        with torch.cuda.stream(self._side):
+            aside = second()
+        self._at = "first"
+        made = first()
+        self.join()
+        self._at = ""
+        return made, aside
+
+    def join(self) -> None:
+        """What the main stream is asked for from here on comes behind all that the side was asked for."""
+        assert self._at != "second", "work of the host lies between two graphs, and cannot be done aside"
+        if self._at == "first":
+            self._main.wait_stream(self._side)
+            self._at = "joined"
+
+
+class Captured:
+    """A list of CUDA graphs, with the host's work between them. Captured on ``memory``'s streams, replayed on the one
+    that is current then. streams: 1 or 2."""
+
+    def __init__(self, work: Work, spans: tuple[Span, ...], memory: Memory, streams: int = 2) -> None:
+        self._memory, self._fork = memory, Fork(memory)
+        beside: Beside = self._fork.beside if streams > 1 else in_turn
         self._pieces: list[Callable[[], Any]] = []
         self._graph: Any = None
         memory.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(memory.stream):
             for _ in range(WARM_RUNS):
-                work(spans, lambda host_work, like: torch.zeros_like(like))
+                work(spans, lambda host_work, like: torch.zeros_like(like), beside)
             memory.stream.synchronize()
             torch.cuda.empty_cache()  # what the runs above leave is of no use to the pool of the graphs
             self._begin()
-            whole = False
+            self._fork.uses, whole = 0, False
             try:
-                work(spans, self._on_host)
+                work(spans, self._on_host, beside)
                 whole = True
             finally:  # a capture that broke cannot be ended; the first error is the one to tell
                 with nullcontext() if whole else suppress(RuntimeError):
                     self._end()
         torch.cuda.current_stream().wait_stream(memory.stream)
-        self.num_pieces = 1 + len(self._pieces) // 2
+        self.num_pieces, self.num_forks = 1 + len(self._pieces) // 2, self._fork.uses
 
     def run(self, spans: tuple[Span, ...]) -> None:
         del spans
@@ -164,7 +216,9 @@ class Captured:
         self._pieces.append(self._graph.replay)
 
     def _on_host(self, work: Callable[[], Any], like: Any) -> Any:
-        """Nothing is computed while a graph is captured, so the work only gets its place in the list."""
+        """Nothing is computed while a graph is captured, so the work only gets its place in the list. A graph ends with
+        all of its streams joined, so what runs beside it ends before the host's part."""
+        self._fork.join()
         self._end()
         kept = torch.empty_like(like)
         self._pieces.append(lambda: kept.copy_(work()))

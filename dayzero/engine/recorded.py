@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from dayzero.engine.step import Step
 from dayzero.errors import MachineError, UserError
 from dayzero.ops.records import codec_of
 from dayzero.units import bytes_text, counted
-from dayzero.view import OnHost, Span
+from dayzero.view import Beside, OnHost, Span, in_turn
 
 Told = Callable[[int, int], None]  # recordings made, recordings to make
 
@@ -59,7 +60,7 @@ class Recorded:
         )  # fmt: skip
         self.outputs = Outputs.of(self.sizes[-1], stack.spec.vocab, chooser.newest.device)
         self._stack, self._chooser, self._how, self._debug = stack, chooser, plan.how, config.debug
-        self._hidden = plan.hidden
+        self._hidden, self._streams = plan.hidden, plan.streams
         self._memory: Memory | None = None
         self._replays: dict[int, Replay] = {}
 
@@ -81,13 +82,11 @@ class Recorded:
         self.inputs.put(None, size)
         spans = self._spans(None, size)
 
-        def work(spans: tuple[Span, ...], on_host: OnHost) -> None:
-            self._work(size, spans, on_host)
-
+        work = partial(self._work, size)
         if self._memory is None:
             return Again(work, spans, self._debug)
         try:
-            return Captured(work, spans, self._memory)
+            return Captured(work, spans, self._memory, self._streams)
         except torch.OutOfMemoryError as error:
             raise MachineError(
                 f"The device has no room for a step of {counted(size, 'row')} beside weights and pool: give "
@@ -105,9 +104,9 @@ class Recorded:
     def _spans(self, step: Step | None, size: int) -> tuple[Span, ...]:
         return hidden_spans(size) if self._hidden else self.inputs.spans(step, size)
 
-    def _work(self, size: int, spans: tuple[Span, ...], on_host: OnHost) -> None:
+    def _work(self, size: int, spans: tuple[Span, ...], on_host: OnHost, beside: Beside) -> None:
         """What is recorded."""
-        view = self.inputs.view(size, spans, on_host)
+        view = self.inputs.view(size, spans, on_host, beside)
         hidden_BD = self._stack.forward(view)
         logits_BV = self._stack.head(hidden_BD)
         best_B = self._chooser.ops.greedy(logits_BV)
@@ -121,10 +120,11 @@ class Recorded:
 
     @torch.inference_mode()
     def eagerly(self) -> None:
-        """Compute the largest step once, of padding alone, without recording it."""
+        """Compute the largest step once, of padding alone, without recording it and on one stream: what a second one
+        takes for itself is small beside what a pool leaves free."""
         size = self.sizes[-1]
         self.inputs.put(None, size)
-        self._work(size, self._spans(None, size), lambda work, like: torch.zeros_like(like))
+        self._work(size, self._spans(None, size), lambda work, like: torch.zeros_like(like), in_turn)
 
     # --- replaying
 
@@ -144,7 +144,10 @@ class Recorded:
         self.inputs.put(step, size, positions)
         replay.run(self._spans(step, size))
         out = self.outputs.first(num)
-        facts = {"graph_steps": 1.0, "graph_replays": float(replay.num_pieces), "padded_rows": float(size - num)}
+        facts = {
+            "graph_steps": 1.0, "graph_replays": float(replay.num_pieces), "graph_forks": float(replay.num_forks),
+            "padded_rows": float(size - num),
+        }  # fmt: skip
         return Ran(out.logits, Best(out.best, out.bad), out.lost, facts)
 
     # --- what is told
@@ -155,6 +158,8 @@ class Recorded:
         text = f"{counted(len(self.sizes), 'size')} up to {counted(self.sizes[-1], 'row')}"
         if pieces != [1]:
             text += f", {'/'.join(map(str, pieces))} pieces each"
+        if forks := max(replay.num_forks for replay in self._replays.values()):
+            text += f", two streams at {counted(forks, 'place')}"
         if self._memory is None:
             return f"{text}, static: the same work called again"
         return f"{text}, {bytes_text(self._memory.num_bytes)} (reserved {bytes_text(reserved)})"

@@ -223,7 +223,7 @@ def test_a_sentence_that_says_what_to_do_is_told_as_it_is(tmp_path: Path, monkey
     assert recorded is not None
     recorded._memory, recorded._hidden = cast(Memory, object()), True
 
-    def capturing(work: Any, spans: Sequence[Span], memory: object) -> None:
+    def capturing(work: Any, spans: Sequence[Span], memory: object, streams: int) -> None:
         assert spans[0].start
 
     monkeypatch.setattr(recordings, "Captured", capturing)

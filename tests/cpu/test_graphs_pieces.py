@@ -76,7 +76,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_piece_follows_its_inputs() -> None:
     x, y, runs = torch.ones(4), torch.zeros(4), []
 
-    def work(spans: object, on_host: object) -> None:
+    def work(spans: object, on_host: object, beside: object) -> None:
         runs.append(len(spans))  # type: ignore[arg-type]
         y.copy_((x * 2).relu() + 1)
 
@@ -99,7 +99,7 @@ def test_the_host_works_between_pieces_with_what_the_device_holds_then() -> None
         looked.append(float(value.sum()))
         return torch.full_like(value, looked[-1])
 
-    def work(spans: object, on_host: Any) -> None:
+    def work(spans: object, on_host: Any, beside: object) -> None:
         twice = x * 2
         summed = on_host(lambda: host(twice), twice)
         again = on_host(lambda: host(summed + 1), summed)
@@ -116,8 +116,64 @@ def test_the_host_works_between_pieces_with_what_the_device_holds_then() -> None
     assert looked == [8.0, 36.0, 40.0, 164.0]
 
 
+class Stream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Any) -> None:
+        self.log.append(f"{self.name} waits for {getattr(other, 'name', 'others')}")
+
+    def synchronize(self) -> None:
+        self.log.append("captured from here on")
+
+
+def two_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Memory, list[str]]:
+    log: list[str] = []
+    end = Graph.capture_end
+    monkeypatch.setattr(Graph, "capture_end", lambda self: (log.append("end"), end(self))[1])
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: nullcontext(log.append(f"on {one.name}")))
+    return Memory("pool", Stream("main", log), Stream("side", log)), log
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_what_runs_beside_a_piece_ends_with_it(monkeypatch: pytest.MonkeyPatch, streams: int) -> None:
+    """The longer work is cut by the host, twice; the shorter one belongs to what comes before the first cut."""
+    memory, log = two_streams(monkeypatch)
+    x, y = torch.ones(4), torch.zeros(4)
+
+    def work(spans: object, on_host: Any, beside: Any) -> None:
+        twice = x * 2
+
+        def long() -> Tensor:
+            summed = on_host(lambda: torch.full_like(x, float(twice.sum())), twice)
+            return on_host(lambda: summed + 1, summed) * 10
+
+        y.copy_(sum(beside(long, lambda: twice + 5)))
+
+    recording = Captured(work, (), memory, streams)
+    assert recording.num_pieces == 3 and recording.num_forks == streams - 1
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        recording.run(())
+        assert y.tolist() == [10 * (8 * value + 1) + 2 * value + 5] * 4
+    fork = ["side waits for main", "on side", "main waits for side"] if streams == 2 else []
+    captured = log[log.index("captured from here on") + 1 :]
+    assert captured == [*fork, "end", "end", "end"], "a graph ends with its streams joined"
+
+
+def test_the_host_is_not_asked_for_anything_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, _ = two_streams(monkeypatch)
+    x = torch.ones(4)
+
+    def work(spans: object, on_host: Any, beside: Any) -> None:
+        beside(lambda: x + 1, lambda: on_host(lambda: x, x))
+
+    with pytest.raises(AssertionError, match="cannot be done aside"):
+        Captured(work, (), memory)
+
+
 def test_work_that_fails_ends_its_capture() -> None:
-    def work(spans: object, on_host: object) -> None:
+    def work(spans: object, on_host: object, beside: object) -> None:
         if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
             raise ValueError("in the capture")
 

@@ -59,7 +59,7 @@ def test_what_launches_by_shapes_asks_the_host_nothing(line: Line) -> None:
     for case in CASES[line.contract]:
         inputs = case.make(0)
         assert reads(lambda inputs=inputs: function(**inputs)) == [], case.name
-        again = Again(lambda spans, on_host, inputs=inputs: function(**inputs), (), debug=True)
+        again = Again(lambda spans, on_host, beside, inputs=inputs: function(**inputs), (), debug=True)
         again.run(())
 
 
@@ -83,7 +83,7 @@ def test_a_number_from_the_host_is_found() -> None:
     """At each call a constant lies elsewhere, and a graph would read where it lay first."""
     held: list[Tensor] = []  # so that no address comes back
 
-    def work(spans: object, on_host: object) -> None:
+    def work(spans: object, on_host: object, beside: object) -> None:
         held.append(torch.tensor([1.0, 2.0]))
         held[-1] + 1
 
@@ -95,7 +95,7 @@ def test_a_number_from_the_host_is_found() -> None:
 def test_work_of_the_host_lies_between_pieces() -> None:
     x, y = torch.zeros(3), torch.zeros(3)
 
-    def work(spans: object, on_host: Any) -> None:
+    def work(spans: object, on_host: Any, beside: object) -> None:
         twice = on_host(lambda: torch.full_like(x, 2 * float(x.sum())), x)
         y.copy_(twice + on_host(lambda: twice + 1, x))
 

@@ -224,7 +224,7 @@ def test_a_recording_in_pieces() -> None:
             looked.append(float(value.sum()))
             return torch.full_like(value, looked[-1])
 
-        def work(spans: object, on_host: Any) -> None:
+        def work(spans: object, on_host: Any, beside: object) -> None:
             twice = x * 2
             summed = on_host(lambda: host(twice), twice)
             again = on_host(lambda: host(summed + 1), summed)

@@ -14,7 +14,7 @@ from dayzero.arch.mixers import MLA, Attention, Delta
 from dayzero.arch.norms import Activation
 from dayzero.arch.rope import Rope
 from dayzero.arch.spec import ModelSpec, Tie
-from dayzero.blocks import latent, moe, stack
+from dayzero.blocks import glu, latent, moe, stack
 from dayzero.blocks.attention import AttentionBlock
 from dayzero.checkpoint import dequant
 from dayzero.checkpoint.rules import Beside, Either, Rule, RuleLike, Split
@@ -152,11 +152,11 @@ def _gate_first(queries: Any) -> Any:
 
 def _no_gate(make: Any) -> Any:
     """The shared expert is added without its gate."""
-    return lambda block, shared, out, x, view: out + shared.forward(x, view)
+    return lambda block, shared, x, view: shared.forward(x, view)
 
 
 def _no_shared(make: Any) -> Any:
-    return lambda block, shared, out, x, view: out
+    return lambda block, out, ahead: out
 
 
 def _random_rows(last: Any) -> Any:
@@ -243,7 +243,7 @@ TABLE: tuple[tuple[str, str, str, str, str, Plant], ...] = (
     ("shared index made anew", "A", "ATOM#1260", "shared_index", first("layers.3.mixer"),
      patch(latent, "last_selection", _random_rows)),
     ("shared expert dropped", "A", "", "latent", first("layers.3.channel"),
-     patch(moe.MoEBlock, "_with_shared", _no_shared)),
+     patch(glu.GLUBlock, "onto", _no_shared)),
     ("head of a tied model never copied", "B", "vllm#5621", "tied", first("head"),
      patch(stack.Stack, "head", _zero_head)),
     ("tie ignored", "B", "parallax#444", "tied", r"lm_head\.weight",
@@ -310,7 +310,7 @@ TABLE: tuple[tuple[str, str, str, str, str, Plant], ...] = (
      channels(MoE, lambda c: replace(c, act=replace(c.act, alpha=1.0)))),
     ("plain activation for the clamped one", "F", "sglang-das#118", "sinks", CHANNEL,
      channels(MoE, lambda c: replace(c, act=Activation()))),
-    ("shared expert's gate dropped", "F", "", "head_delta", CHANNEL, patch(moe.MoEBlock, "_with_shared", _no_gate)),
+    ("shared expert's gate dropped", "F", "", "head_delta", CHANNEL, patch(moe.MoEBlock, "_shared_ahead", _no_gate)),
     ("groups of experts ignored", "G", "vllm#49982", "latent", first("layers.3.experts"),
      router(groups=1, top_groups=1)),
     ("one group of experts too many", "G", "vllm#49982", "latent", first("layers.3.experts"), router(top_groups=3)),
