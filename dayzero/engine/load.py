@@ -25,7 +25,7 @@ from dayzero.engine.buckets import RecordingPlan, host_sites, plan_recording
 from dayzero.engine.choose import DRAW
 from dayzero.engine.choose import USES as SAMPLING
 from dayzero.engine.config import EngineConfig
-from dayzero.engine.experts import KeptExperts, keep_experts
+from dayzero.engine.experts import KeptExperts, keep_experts, stored_forms
 from dayzero.engine.launch import LaunchSpec, LoadProgress
 from dayzero.engine.media import image_info
 from dayzero.engine.recorded import reserved_bytes
@@ -37,6 +37,7 @@ from dayzero.planner.bindings import decide
 from dayzero.planner.detect import Kind, detect, free_bytes
 from dayzero.planner.experts import with_expert_inputs
 from dayzero.planner.image_processor import read_pixel_rule
+from dayzero.planner.packed_linears import linear_lines
 from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from dayzero.planner.variants import binding_rows
 from dayzero.units import bytes_text, counted
@@ -81,6 +82,8 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None, watch: 
     uses = (*model.spec.contracts(), *SAMPLING)
     bindings = decide(uses, hardware, ELEMENTS[dtype], dict(config.bindings), catalog)
     experts = keep_experts(model, bindings, catalog, config.expert_bytes)
+    linears = stored_forms(model.loader, linear_lines(uses, bindings, catalog))
+    experts.packed = {**experts.packed, **linears}
     load = partial(_placed, experts.load, hardware.target)
     bind = experts.bind if watch is None else watch(model.spec, experts.bind)
     stack = Stack(model.spec, load, bind=bind, prepack=experts.prepack(prepacker(bindings, catalog)))
