@@ -10,12 +10,13 @@ from torch import Tensor
 
 from dayzero.ops import recurrence
 from dayzero.ops.bind import bind
-from dayzero.ops.cases_delta import delta_inputs
+from dayzero.ops.cases_delta import Rows, delta_inputs
 from dayzero.ops.contract import CONTRACTS, relative_l2
 from dayzero.ops.delta_paged import Kept
 from dayzero.ops.random_inputs import Inputs
 from dayzero.view import Span
-from tests.parity import moved
+from tests.delta_rows import check_alone, check_convolutions, check_pieces, joint
+from tests.parity import close, moved
 
 pytestmark = pytest.mark.gpu
 VARIANTS = ("triton", "cuda")
@@ -124,3 +125,36 @@ def test_longer_rows_of_the_variant_in_cuda_run_there(monkeypatch: pytest.Monkey
     monkeypatch.delattr(delta_chunk_run, "scan")
     made_here = delta_inputs(Inputs(7), ((9, 1), (0, 130)), (2, 2), (128, 128), torch.bfloat16) | {"lower": -5.0}
     bind("recurrence.paged", "test", {"recurrence.paged": "cuda"})(**moved(made_here, "cuda"))
+
+
+def true_size(rows: Rows, heads: int, lower: float | None, more: int = 128) -> dict[str, Any]:
+    """Inputs as the engine has them: q, k, v and beta in one product's rows."""
+    return moved(joint(delta_inputs(Inputs(8), rows, (heads, heads), (128, 128), torch.bfloat16), more), "cuda") | {
+        "lower": lower
+    }
+
+
+def paged_by(variant: str) -> Any:
+    bound = bind("recurrence.paged", "test", {"recurrence.paged": variant})
+    return lambda given: bound(**given)
+
+
+@pytest.mark.parametrize("heads, more", [(96, 128), (32, 256), (12, 4), (9, 1)])
+def test_convolutions_at_true_width(heads: int, more: int) -> None:
+    """12 heads and 4 more columns: tokens a multiple of 4 numbers apart; the last: odd."""
+    check_convolutions(true_size(((0, 700), (9, 1), (7, 64), (0, 2), (70, 129), (5, 1030)), heads, None, more))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("heads, lower", [(96, -5.0), (32, None)])
+def test_rows_at_true_width_are_rows_alone_and_right(variant: str, heads: int, lower: float | None) -> None:
+    """32 heads alone are scanned by other blocks of threads than beside other rows."""
+    made_here = true_size(((0, 130), (7, 64), (0, 2), (70, 200), (3, 63)), heads, lower)
+    want = moved(made_here, "cuda")
+    close(check_alone(paged_by(variant), made_here), CONTRACTS["recurrence.paged"].body(**want), BOUND)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("heads, lower", [(96, -5.0), (32, None)])
+def test_a_prompt_in_pieces_leaves_the_same(variant: str, heads: int, lower: float | None) -> None:
+    check_pieces(paged_by(variant), true_size(((64, 1000),), heads, lower), (0, 64, 640, 1000))
