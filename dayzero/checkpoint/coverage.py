@@ -205,13 +205,19 @@ class _Join:
         if tuple(entry.shape) not in group.plain_shapes:
             expected = " or ".join(str(list(s)) for s in group.plain_shapes)
             self.out.misfit[real] = f"shape {list(entry.shape)}, expected {expected}"
+            if all(_resized(entry.shape, shape) for shape in group.plain_shapes):
+                self.out.resized.add(real)
         return Source(real, _BY_ELEMENT[PLAIN_CODES[entry.dtype]], (("weight", real),))
 
     def _check_shapes(self, wanted: Sequence[StoredPart], fmt: Format) -> None:
+        """wanted: the values first. Scales that alone do not fit were cut wrong by whoever wrote them."""
         for part in wanted:
             entry = self.entries.get(part.name)
             if entry is not None and part.misfit(entry.dtype, tuple(entry.shape)):
                 self.out.misfit[part.name] = f"shape {list(entry.shape)}, expected {list(part.shape)} for {fmt.name}"
+                with_values = part is wanted[0] or wanted[0].name in self.out.resized
+                if with_values and entry.dtype in part.dtype and _resized(entry.shape, part.shape):
+                    self.out.resized.add(part.name)
 
     def _explain(self, group: Group, number: int | None, real: str, expect: Format | None) -> None:
         """Say what is missing: the part that is not there when another one is, else the tensor itself."""
@@ -278,3 +284,7 @@ def _ignored(name: str, patterns: Sequence[tuple[Ignore, str]]) -> str | None:
         if glob_match(rule.pattern, name) or (real != rule.pattern and glob_match(real, name)):
             return rule.why
     return None
+
+
+def _resized(stored: Sequence[int], expected: Sequence[int]) -> bool:
+    return len(stored) == len(expected) and sorted(stored) != sorted(expected)

@@ -77,7 +77,8 @@ class Contradiction:
 class Coverage:
     """used: physical tensors in use. ignored: name -> reason. unknown and missing: names -> nearest match or "".
 
-    misfit: name -> what is wrong with its shape or dtype. narrowed: name -> why its stored dtype loses bits.
+    misfit: name -> what is wrong with its shape or dtype. resized: those of them that only have other sizes, in as many
+    dimensions and not the expected ones in another order. narrowed: name -> why its stored dtype loses bits.
     sources: group position -> sources in order of {e}. roots: prefix in the rules -> prefix in the files, where they
     differ. aliases: tensor present although its parameter comes from another one -> that parameter. groups: those of
     the expansion that the files may hold. filled: parameter that no tensor fills -> the rule that says with what.
@@ -92,6 +93,7 @@ class Coverage:
     unknown: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     misfit: dict[str, str] = field(default_factory=dict)
+    resized: set[str] = field(default_factory=set)
     narrowed: dict[str, str] = field(default_factory=dict)
     contradictions: list[Contradiction] = field(default_factory=list)
     roots: dict[str, str] = field(default_factory=dict)

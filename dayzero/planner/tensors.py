@@ -147,6 +147,7 @@ def coverage_findings(
                 told,
                 "check the config's sizes against the files; never reshape to fit",
                 len(told),
+                "config" if _of_the_config(coverage, entries) else "weights",
             )
         )
     if coverage.narrowed:
@@ -182,6 +183,19 @@ def _roots(coverage: Coverage) -> list[Finding]:
             dict(coverage.roots),
         )
     ]
+
+
+def _of_the_config(coverage: Coverage, entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether the misfits are what a wrong size in the config makes of sound files: all tensors of a name have the same
+    shape, in every layer, and it is another one. Of a damaged or converted tensor its siblings fit."""
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    wrong = Counter(folded(name) for name in coverage.misfit)
+    for name, entry in entries.items():
+        if folded(name) in wrong:
+            shapes.setdefault(folded(name), []).append(tuple(entry.shape))
+    return coverage.resized.issuperset(coverage.misfit) and all(
+        len(of_name) == wrong[name] > 1 and len(set(of_name)) == 1 for name, of_name in shapes.items()
+    )
 
 
 def _renamed(coverage: Coverage) -> list[Finding]:

@@ -183,6 +183,20 @@ def _echo_off(call: Call, status: int, body: Any) -> tuple[int, Any]:
     return status, body
 
 
+def _read_off(call: Call, status: int, body: Any) -> tuple[int, Any]:
+    """Wherever a prompt's log-probabilities are told."""
+    for choice in body.get("choices") or [] if isinstance(body, dict) else []:
+        for entry in (choice.get("prompt_logprobs") or [])[1:]:
+            for one in entry.values():
+                one["logprob"] -= 1.0
+    return _echo_off(call, status, body)
+
+
+def _thoughts_lost(call: Call) -> None:
+    for turn in _turns(call):
+        turn.pop("reasoning_content", None)
+
+
 def _shifted(call: Call, status: int, body: Any) -> tuple[int, Any]:
     if isinstance(body, dict) and body.get("prompt_logprobs"):
         body["prompt_logprobs"] = [None, None, *body["prompt_logprobs"][1:-1]]
@@ -323,7 +337,10 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
         Fault(event=of_parts(lambda call, choice: _little_off(choice))), "logprobs.stream",
         {"logprobs.stream-chat"}),
     "a prompt's scores are one off": (Fault(answer=_shifted), "logprobs.prompt", {"logprobs.prompt"}),
-    "prefill is not decode": (Fault(answer=_echo_off), "logprobs.echo", {"logprobs.echo"}),
+    "prefill is not decode": (Fault(answer=_read_off), "logprobs.echo", {"logprobs.echo"}),
+    "an echo is not what was read": (Fault(answer=_echo_off), "logprobs.echo", {"logprobs.echo"}),
+    "what was thought is lost": (
+        Fault(request=_thoughts_lost), "template.ids", {"template.own", "template.independent"}),
     "the schema is not held": (
         Fault(request=setting(response_format=None)), "structured.schema", {"structured.schema", "structured.finish"}),
     "json_object is not held": (
@@ -358,7 +375,10 @@ LAYERS = {
     "a marker leaks": "tokenizer+template", "temperature is ignored": "operator", "a stream loses its end": "server",
     "reasoning of earlier answers is refused": "tokenizer+template",
     "one name of earlier reasoning is not read": "server", "none calls all the same": "server",
-    "tool results are lost": "tokenizer+template", "greedy is not the likeliest": "operator",
+    "tool results are lost": "tokenizer+template", "numbers beside other tokens": "operator",
+    # what the request says is lost on its way: the same code, or the engine beside it, does the right thing
+    "greedy is not the likeliest": "server", "greedy is not greedy": "server", "one token too many": "server",
+    "the schema is not held": "server", "an echo is not what was read": "server", "what was thought is lost": "server",
 }  # fmt: skip
 
 

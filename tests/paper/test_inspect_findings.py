@@ -183,6 +183,28 @@ def test_tensor_mutations_are_named(
     assert word in said(found[kind])
 
 
+@pytest.mark.parametrize(
+    ("make", "sizes", "change", "layer"),
+    [
+        (small_dense, {"intermediate_size": 192}, lambda table: table, "config"),
+        (small_moe, {"v_head_dim": 64}, lambda table: table, "config"),
+        (small_dense, {}, reshape(LAYER + "mlp.up_proj", lambda s: (s[0] - 1, s[1])), "weights"),
+        (small_dense, {}, reshape("down_proj", lambda s: s[::-1]), "weights"),
+        (small_dense, {}, reshape("model.embed_tokens", lambda s: (s[0] + 1, s[1])), "weights"),
+        (small_dense, {"intermediate_size": 192}, cast(LAYER + "input_layernorm", "I16"), "weights"),
+        (small_moe, {}, reshape("kv_a_proj_with_mqa.weight_scale_inv", lambda s: (s[0], s[1] - 1)), "weights"),
+    ],
+    ids=["a size of the config", "of latents in FP8", "one tensor", "turned in every layer", "the only one of its name",
+         "a dtype besides", "scales alone"],
+)  # fmt: skip
+def test_sizes_that_all_siblings_contradict_are_the_configs(
+    make: Callable[..., dict[str, Any]], sizes: dict[str, int], change: Callable[[Table], Table], layer: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    found = fails(run(write_folder(tmp_path, make(**sizes), change(table_of(make())))))
+    assert found["tensors.misfit"].layer == layer, found["tensors.misfit"]
+
+
 @pytest.mark.parametrize("delta", [1, -1])
 def test_one_layer_more_or_less_is_said_in_the_sentence(delta: int, tmp_path: Path) -> None:
     table = table_of(small_dense())

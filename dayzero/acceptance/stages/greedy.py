@@ -7,6 +7,7 @@ something is wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,8 @@ REMEDIES = {
     "operator": "Check that temperature 0 takes the likeliest token, and that a result hangs on nothing beside it.",
     "scheduler": "Alone the answer is the same again, so it depends on its company: serve with --bind '*=reference', "
     "then with --max-running 1, to tell operator and scheduler apart.",
+    "drawn": "These answers are drawn: follow temperature 0 from the request to the sampler. Do defaults of the "
+    "checkpoint's generation_config.json go before it?",
     "server": "Compare the chunks with the whole answer: what is cut, doubled, or put into another field?",
 }
 TIES = "Rounding decides here, if this is rare: look at the margins, not at the answers."
@@ -45,12 +48,14 @@ RARE = 1 / 3  # of all comparisons; where more end at ties, it is no rounding
 class Parted:
     """Where an answer leaves the first one. place: in tokens, -1 where only the text is known. margin: between the two
     likeliest tokens there; None: the server does not tell. bound: margins up to it are ties. company: asked once more,
-    with nobody beside it, it did not leave the first one."""
+    with nobody beside it, it did not leave the first one. drawn: a greedy answer to the same has a token that is not
+    the likeliest by its own log-probabilities."""
 
     place: int
     margin: float | None
     bound: float
     company: bool = False
+    drawn: bool = False
 
     @property
     def tie(self) -> bool:
@@ -141,7 +146,8 @@ def parted(ask: Ask, api: Api, prompt: Any, first: Reply, other: Reply) -> Parte
     except Refused:
         scores = []
     top = scores[place].top if place < len(scores) else ()
-    return Parted(place, top[0][1] - top[1][1] if len(top) > 1 else None, ask.rounding)
+    drawn = any(score.logprob < max((p for _, p in score.top), default=-math.inf) - ask.rounding for score in scores)
+    return Parted(place, top[0][1] - top[1][1] if len(top) > 1 else None, ask.rounding, drawn=drawn)
 
 
 def _judge(ask: Ask, out: Checks, kind: str, claim: str, found: list[Parted | None], layer: str = "") -> None:
@@ -152,12 +158,15 @@ def _judge(ask: Ask, out: Checks, kind: str, claim: str, found: list[Parted | No
     measured = f"{len(odd)} of {len(found)} differ" + (f" ({shown(odd)})" if odd else "")
     # the first answer is the cold one: when all later ones differ from it, and not only some, the cache is at fault
     where = layer or ("operator" if 0 < len(odd) < len(found) else "cache")
-    if real and all(one.company for one in real):
+    drawn = any(one.drawn for one in real)
+    if drawn:
+        where = "server"
+    elif real and all(one.company for one in real):
         where = "scheduler"
     out.judge(
         kind, claim, not odd, measured,
         f"equal, but for rare places where the two likeliest lie within {ask.rounding:.2g} nat",
-        layer=where, remedy=REMEDIES[where] if real else TIES, bad="fail" if real else "note",
+        layer=where, remedy=REMEDIES["drawn" if drawn else where] if real else TIES, bad="fail" if real else "note",
     )  # fmt: skip
 
 

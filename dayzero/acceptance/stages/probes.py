@@ -243,7 +243,8 @@ def _many(ask: Ask, out: Checks) -> None:
         "many.same", f"{AT_ONCE} at once get the answers they get alone", not odd,
         f"{len(odd)} of {len(told)} differ, {len(busy)} were refused for now"
         + (f" ({greedy.shown(odd)})" if odd else ""),
-        f"none, but at rare places where the two likeliest lie within {ask.rounding:.2g} nat", layer="scheduler",
+        f"none, but at rare places where the two likeliest lie within {ask.rounding:.2g} nat",
+        layer="server" if any(one.drawn for one in real) else "scheduler",
         bad="fail" if real else "note", remedy="Look for rows that see each other: slots, masks, block tables.",
     )  # fmt: skip
     claim = "an answer of 429 or 503 says when to come back"

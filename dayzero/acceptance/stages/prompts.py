@@ -13,7 +13,9 @@ from dayzero.acceptance.stages.rendering import Library, Unrendered, first_diffe
 from dayzero.acceptance.stages.tools import WEATHER
 from dayzero.errors import UsageError
 
+Served = list[int] | int | str  # ids of a prompt; how many there are; why it is refused
 LAYER = "tokenizer+template"
+LOST = "The template is right, so it was given less: follow the message from the request's body to the template."
 REMEDY = "Render the same messages with both, and compare the texts: a header, a space, a special token, a default."
 
 
@@ -28,6 +30,7 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
+Golden = Callable[[Talk], list[int]]  # Errors: Unrendered, UsageError
 TALKS = (
     Talk("one question", (_user("Hello!"),)),
     Talk("a system message", ({"role": "system", "content": "Be brief."}, _user("What is up?"))),
@@ -67,13 +70,16 @@ def checks() -> tuple[Check, ...]:
 
 def _golden(ask: Ask, out: Checks) -> None:
     served = {talk.name: _served(ask, talk) for talk in TALKS}
+    ours: Golden | None = None  # by the code that the server runs too, where it is one of this package
     chat, why = own_chat(ask.subject)
     claim = "prompt ids are those of our own rendering of the checkpoint"
     if chat is None or chat.encoding is None:
         out.skip("template.own", claim, why or (chat.why_no_chat if chat else ""), LAYER)
     else:
         encoding = chat
-        _compare(out, "template.own", claim, served, lambda talk: own_ids(encoding, talk.messages, talk.tools))
+        own: Golden = lambda talk: own_ids(encoding, talk.messages, talk.tools)  # noqa: E731
+        ours = own if ask.ours else None
+        _compare(out, "template.own", claim, served, own, ours)
     claim = "prompt ids are those that transformers renders"
     if ask.subject.source is None:
         out.skip("template.independent", claim, why, LAYER)
@@ -83,10 +89,10 @@ def _golden(ask: Ask, out: Checks) -> None:
     except Unrendered as error:
         out.skip("template.independent", claim, str(error), LAYER)
         return
-    _compare(out, "template.independent", claim, served, lambda talk: library.ids(talk.messages, talk.tools))
+    _compare(out, "template.independent", claim, served, lambda talk: library.ids(talk.messages, talk.tools), ours)
 
 
-def _served(ask: Ask, talk: Talk) -> list[int] | int | str:
+def _served(ask: Ask, talk: Talk) -> Served:
     """Ids of the prompt, as the forward pass reads them where the server tells, else by /tokenize; else their number;
     else why it is refused."""
     more = {"tools": list(talk.tools)} if talk.tools else {}
@@ -104,9 +110,11 @@ def _served(ask: Ask, talk: Talk) -> list[int] | int | str:
 
 
 def _compare(
-    out: Checks, kind: str, claim: str, served: dict[str, list[int] | int | str], golden: Callable[[Talk], list[int]]
+    out: Checks, kind: str, claim: str, served: dict[str, Served], golden: Golden, ours: Golden | None
 ) -> None:
-    wrong, left_out, equal, counted = {}, {}, 0, 0
+    """ours: what the server's own code renders in this process. Where that is golden, and the server's prompts are
+    wrong in some conversations alone, its template is right and was given less than the requests hold."""
+    wrong, left_out, equal, counted, given_less = {}, {}, 0, 0, ours is not None
     for talk in TALKS:
         given = served[talk.name]
         if isinstance(given, str):
@@ -124,6 +132,7 @@ def _compare(
         elif given != ids:
             wrong[talk.name] = first_difference(given, ids)
         equal += talk.name not in wrong
+        given_less &= talk.name not in wrong or _renders(ours, talk, ids)
         out.sample(claim, talk.name, talk.name not in wrong)
     if not equal and not wrong:
         out.skip(kind, claim, str(left_out), LAYER)
@@ -132,7 +141,18 @@ def _compare(
     measured |= {"counts only": counted} if counted else {}
     measured |= {"differ": wrong} if wrong else {}
     measured |= {"left out": left_out} if left_out else {}
-    out.judge(kind, claim, not wrong, measured, f"equal ids in {len(TALKS)} conversations", layer=LAYER, remedy=REMEDY)
+    servers = bool(wrong) and equal > 0 and given_less
+    out.judge(
+        kind, claim, not wrong, measured, f"equal ids in {len(TALKS)} conversations",
+        layer="server" if servers else LAYER, remedy=LOST if servers else REMEDY,
+    )  # fmt: skip
+
+
+def _renders(ours: Golden | None, talk: Talk, ids: list[int]) -> bool:
+    try:
+        return ours is not None and ours(talk) == ids
+    except (Unrendered, UsageError):
+        return False
 
 
 # --- text and ids

@@ -8,11 +8,13 @@ from typing import Any
 
 from dayzero.acceptance.stages.answers import PATHS, Api, Choice, Malformed, Refused, Score, at, whole
 from dayzero.acceptance.stages.asking import Ask, Check, Checks
-from dayzero.acceptance.stages.greedy import PROMPTS
+from dayzero.acceptance.stages.greedy import PROMPTS, REMEDIES
 
 NUM_TOP = 5
+AGAIN = 3  # answers that show whether they are drawn
 SUM_SLACK = 1e-3  # float32 softmax over a large vocabulary, as logarithms with few digits
 REMEDY = "Take log-probabilities from the logits that the token was drawn from, before penalties, in float32."
+ECHO = "The prompt is read right: prompt_logprobs tells so. Take an echo's numbers from the same place, one a token."
 READ_BACK = "Prefill and decode disagree: compare positions, cache records and masks of the two paths."
 
 
@@ -70,6 +72,7 @@ def _possible_in(ask: Ask, out: Checks, api: Api) -> None:
         mismatched += _spelled(api, reply.one)
         out.sample("logprob of a greedy answer", f"{api}: {prompt}", sum(score.logprob for score in scores))
     greedy = [fault for fault in wrong if "not the likeliest" in fault]
+    drawn = bool(greedy) and _drawn(ask, api)
     other = [fault for fault in wrong if fault not in greedy]
     out.judge(
         f"logprobs.sane-{api}", f"log-probabilities are at most 0, in order, and add up to 1 at most ({api})",
@@ -77,8 +80,8 @@ def _possible_in(ask: Ask, out: Checks, api: Api) -> None:
     )  # fmt: skip
     out.judge(
         f"greedy.top-{api}", f"a greedy token is the likeliest by its own log-probabilities ({api})", not greedy,
-        greedy[:4] or "all", f"within {ask.rounding:.2g} nat of the likeliest", layer="operator",
-        remedy="Check that temperature 0 takes the likeliest token of the logits that are told.",
+        greedy[:4] or "all", f"within {ask.rounding:.2g} nat of the likeliest", layer="server" if drawn else "operator",
+        remedy=REMEDIES["drawn"] if drawn else "Take the likeliest token of the logits that are told.",
     )  # fmt: skip
     # a stop token may be counted and not be shown
     held = all(scored in (used, used - 1) for scored, used in counts)
@@ -90,6 +93,12 @@ def _possible_in(ask: Ask, out: Checks, api: Api) -> None:
         f"logprobs.tokens-{api}", f"the tokens with log-probabilities make up the answer ({api})", not mismatched,
         mismatched[:2] or "equal", "equal text", remedy="Put each log-probability beside the token it is of.",
     )  # fmt: skip
+
+
+def _drawn(ask: Ask, api: Api) -> bool:
+    """Whether greedy answers are other ones each time: an operator that takes another token takes the same again."""
+    first, *others = (ask.whole(api, PROMPTS[0], temperature=0, max_tokens=12).one.shown for _ in range(AGAIN))
+    return any(one != first for one in others)
 
 
 def _spelled(api: Api, one: Choice) -> list[str]:
@@ -150,11 +159,24 @@ def _echo(ask: Ask, out: Checks) -> None:
         out.skip("logprobs.echo", claim, "its text has other tokens when it is read again, ids are not told", "cache")
         return
     far = max((abs(a.logprob - b.logprob) for a, b in zip(own, there, strict=False)), default=math.inf)
+    same = len(there) == len(own) and far <= ask.rounding
+    told = not same and known and _read_right(ask, again, ids or [], [score.logprob for score in own])
     out.judge(
-        "logprobs.echo", claim, len(there) == len(own) and far <= ask.rounding, f"{far:.4f} nat over {len(own)} tokens",
-        f"{ask.rounding:.2g} nat", layer="cache", remedy=READ_BACK,
+        "logprobs.echo", claim, same, f"{far:.4f} nat over {len(own)} tokens", f"{ask.rounding:.2g} nat",
+        layer="server" if told else "cache", remedy=ECHO if told else READ_BACK,
     )  # fmt: skip
     out.sample("read back, nat apart", str(prompt), far if math.isfinite(far) else -1.0)
+
+
+def _read_right(ask: Ask, prompt: list[int], ids: Sequence[int], own: Sequence[float]) -> bool:
+    """Whether the extension for a prompt's log-probabilities tells those that its last ids were generated with."""
+    answer = ask.post("completions", prompt, temperature=0, max_tokens=1, prompt_logprobs=1)
+    try:
+        entries = (whole(answer, "completions").prompt_scores or [])[-len(ids) :] if answer.ok else []
+        read = [float(entry[str(token)]["logprob"]) for token, entry in zip(ids, entries, strict=True)]
+    except (Malformed, KeyError, TypeError, ValueError):
+        return False
+    return len(read) == len(own) and all(abs(a - b) <= ask.rounding for a, b in zip(read, own, strict=True))
 
 
 def _prompt(ask: Ask, out: Checks) -> None:

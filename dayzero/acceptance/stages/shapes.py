@@ -108,7 +108,7 @@ def _parts(ask: Ask, out: Checks) -> None:
     one, two = (ask.whole("chat", given, temperature=0, max_tokens=4) for given in (text, parts))
     out.judge(
         "chat.parts", "a list of one text part is the same prompt as the text", one.used.prompt == two.used.prompt,
-        (one.used.prompt, two.used.prompt), "equal prompt_tokens", layer="tokenizer+template",
+        (one.used.prompt, two.used.prompt), "equal prompt_tokens",
         remedy="Join text parts before the template sees them.",
     )  # fmt: skip
 

@@ -6,13 +6,18 @@ from typing import Any
 
 from dayzero.acceptance.stages.answers import Api, Refused, Reply
 from dayzero.acceptance.stages.asking import Ask, Check, Checks
+from dayzero.acceptance.stages.metrics import read_numbers
+from dayzero.acceptance.stages.robust_ask import eventually
 
 PROMPT = "Write a few words about rivers and mountains."
 LENGTHS = (1, 2, 7)
 NEVER = "\x01no model writes this\x01"
 MOST_STOP_IDS = 4
 CUT = "Cut the text before the stop string, also where it lies across tokens, and hold back what may yet become one."
+OVERRUN = "The server handed on the limit that was asked for: count where an answer is ended, before its last token."
 COUNT = "Count the ids that were generated, the stop token included, once, and in both modes by the same code."
+LIMITS = "request_params_max_tokens_sum"  # metric: of the limits of all requests, as the engine was given them
+COUNTED_SECONDS = 5.0  # until a metric counts an answer that has ended
 ENOUGH_TOKENS = 8  # of an answer, so that its middle is not its end
 
 
@@ -119,7 +124,7 @@ def _own_ids(ask: Ask, out: Checks) -> None:
 def _lengths(ask: Ask, out: Checks) -> None:
     ignore = {"ignore_eos": True} if ask.ignores_stops else {}
     for api in ask.apis:
-        wrong, cut = {}, 0
+        wrong, cut, beyond = {}, 0, True
         for length in LENGTHS:
             for stream in (False, True):
                 fields = {"temperature": 0, "max_tokens": length, **ignore}
@@ -130,11 +135,24 @@ def _lengths(ask: Ask, out: Checks) -> None:
                 right = used == length if finish == "length" else finish == "stop" and used <= length and not ignore
                 if not right or given != used:
                     wrong[f"{length}{' streamed' * stream}"] = f"{used} tokens ({given} ids), {finish!r}"
+                    beyond &= given == used > length
+        overran = bool(wrong) and beyond and _handed_on(ask, api, LENGTHS[-1])
         out.judge(
             f"tokens.max-{api}", f"max_tokens is held exactly ({api})", not wrong,
             wrong or f"{cut} of {2 * len(LENGTHS)} answers cut", "so many tokens and finish_reason 'length'",
-            remedy="Count generated tokens, and say 'length' when they end an answer.",
+            layer="scheduler" if overran else "server",
+            remedy=OVERRUN if overran else "Count generated tokens, and say 'length' when they end an answer.",
         )  # fmt: skip
+
+
+def _handed_on(ask: Ask, api: Api, length: int) -> bool:
+    """Whether the server, by its own metric, gives its engine the very limit that it is asked for."""
+    before = read_numbers(ask.client).get(LIMITS)
+    if before is None:
+        return False
+    _ask(ask, api, max_tokens=length)
+    grown = eventually(lambda: read_numbers(ask.client).get(LIMITS) == before + length, COUNTED_SECONDS)
+    return grown is not None
 
 
 def _usage(ask: Ask, out: Checks) -> None:

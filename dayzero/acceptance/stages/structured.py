@@ -19,6 +19,7 @@ GRAMMAR = "Mask the logits by the grammar at every token, and end the answer onl
 CHARACTERS = "a stream never cuts a character in two"
 HOLD_BACK = "Keep bytes back until they are whole characters before a chunk is sent."
 
+NO_SCHEMA: Mapping[str, Any] = {"type": "animal"}
 BLANKS = 16  # at its end, of an answer that is nothing else any more
 
 
@@ -53,12 +54,20 @@ def _schema(ask: Ask, out: Checks) -> None:
         # A model of no skill may put blanks between two parts of an object for ever, as the grammar of JSON lets it.
         out.skip("structured.schema", claim, f"{LONG_ENOUGH} tokens were spent on blanks: {one.text.strip()[:60]!r} …")
     else:
-        out.judge("structured.schema", claim, good(_json(one.text)), one.text[:120], "valid", remedy=GRAMMAR)
+        held = good(_json(one.text))
+        layer = "server" if held or not _heard(ask) else "scheduler"
+        out.judge("structured.schema", claim, held, one.text[:120], "valid", layer=layer, remedy=GRAMMAR)
         out.judge("structured.finish", "and ends by itself", one.finish == "stop", one.finish, "stop", remedy=GRAMMAR)
     out.judge(
         "structured.stream", "and is the same streamed", one.shown == stream.shown, stream.text[:120],
         "equal to the whole answer", remedy="Stream what the grammar holds; lose and double nothing.",
     )  # fmt: skip
+
+
+def _heard(ask: Ask) -> bool:
+    """Whether the server reads the format: it refuses one that is none. Then what is lost is lost behind it."""
+    none = {"type": "json_schema", "json_schema": {"name": "trip", "schema": NO_SCHEMA, "strict": True}}
+    return 400 <= ask.post("chat", PROMPT, temperature=0, max_tokens=1, response_format=none).status < 500
 
 
 def _object(ask: Ask, out: Checks) -> None:

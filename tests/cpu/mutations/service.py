@@ -124,7 +124,7 @@ def echo_of_nothing(patches: Patches) -> None:
     def make(take: Any) -> Any:
         def changed(self: Any, tokens: Any, items: Any) -> Any:
             found = take(self, tokens, items)
-            if len(found.token_logprobs) > 2:
+            if found.token_logprobs[:1] == [None]:  # of a prompt: what is generated comes several tokens at a time too
                 found.token_logprobs[1:] = [-1e-4] * (len(found.token_logprobs) - 1)
             return found
 
