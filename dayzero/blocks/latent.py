@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dayzero.arch.mixers import MLA
 from dayzero.blocks.site import Params, Site, Unary, turns
-from dayzero.blocks.sparse_index import Generator, build_index, last_selection
+from dayzero.blocks.sparse_index import Generator, IndexBlock, build_index, last_selection
 from dayzero.ops.latent import attend
 from dayzero.ops.latent_write import LatentNorm, write_latent
-from dayzero.view import Paged, StepView, TokenStore
+from dayzero.view import Paged, StepView, TokenStore, in_turn
 
 Form = Literal["absorbed", "expanded"]
 Whole = Callable[..., Tensor]  # the contract ``latent.attend``
@@ -75,26 +75,42 @@ class LatentBlock:
             self.whole = None if whole is attend.body else whole
 
     def forward(self, x_TD: Tensor, view: StepView) -> Tensor:
-        """x [T, dim] -> [T, dim]; appends the step's latent rows, and index keys where the layer has an indexer."""
-        spec = self.spec
+        """x [T, dim] -> [T, dim]; appends the step's latent rows, and index keys where the layer has an indexer.
+
+        Beside an indexer's work the queries are made; beside a latent row alone that would not be worth it.
+        """
         q_TC, kv_TC, *gate = self.project(x_TD)
         query_TR = x_TD if self.q_b is None else self.q_norm(q_TC)
+        store = cast(TokenStore, view.stores[self.site.part("latent")])
+        kept = partial(self._keep_and_select, x_TD, query_TR, kv_TC, store, view)
+        queries = partial(self._queries, q_TC, query_TR, view)
+        beside = view.beside if isinstance(self.index, IndexBlock) else in_turn
+        selected_TA, q_THX = beside(kept, queries)
+        if self.whole is not None:
+            out_THV = self.whole(q_THX, store.pages(view), self.kv_b, scale=self.spec.softmax_scale)
+        elif self.form == "absorbed":
+            out_THV = self._absorbed(q_THX, store.pages(view), selected_TA, x_TD.dtype)
+        else:
+            out_THV = self._expanded(q_THX, store, view, selected_TA)
+        if self.gate is not None:
+            out_THV = self.gate(out_THV, *gate)
+        return self.o(out_THV.flatten(-2))
+
+    def _queries(self, q_TC: Tensor, query_TR: Tensor, view: StepView) -> Tensor:
+        """As attention takes them: [T, H, C] in the absorbed form, [T, H, D] in the expanded one and for ``whole``."""
+        spec = self.spec
         q_THD = (q_TC if self.q_b is None else self.q_b(query_TR)).unflatten(-1, (spec.heads, spec.q_dim))
         if spec.rope is not None:
             q_nope, q_shared = q_THD.split((spec.nope, spec.shared), dim=-1)
             q_THD = torch.cat((q_nope, self.rope(q_shared, view.positions)), dim=-1)
-        store = cast(TokenStore, view.stores[self.site.part("latent")])
+        in_latent = self.form == "absorbed" and self.whole is None
+        return self.into_latent(q_THD, self.w_uk_HNR) if in_latent else q_THD
+
+    def _keep_and_select(
+        self, x_TD: Tensor, query_TR: Tensor, kv_TC: Tensor, store: TokenStore, view: StepView
+    ) -> Tensor | None:
         self._keep(kv_TC, store, view)
-        selected_TA = self._select(x_TD, query_TR, view)
-        if self.whole is not None:
-            out_THV = self.whole(q_THD, store.pages(view), self.kv_b, scale=spec.softmax_scale)
-        elif self.form == "absorbed":
-            out_THV = self._absorbed(q_THD, store.pages(view), selected_TA)
-        else:
-            out_THV = self._expanded(q_THD, store, view, selected_TA)
-        if self.gate is not None:
-            out_THV = self.gate(out_THV, *gate)
-        return self.o(out_THV.flatten(-2))
+        return self._select(x_TD, query_TR, view)
 
     def _keep(self, kv_TC: Tensor, store: TokenStore, view: StepView) -> None:
         """Norm the latent, turn the shared key, write the rows."""
@@ -128,11 +144,10 @@ class LatentBlock:
             )
         return out_THV
 
-    def _absorbed(self, q_THD: Tensor, rows: Paged, selected_TA: Tensor | None) -> Tensor:
+    def _absorbed(self, q_THC: Tensor, rows: Paged, selected_TA: Tensor | None, dtype: torch.dtype) -> Tensor:
         """[T, H, V]: the cached rows are one key head, and begin with its values."""
         listed = () if selected_TA is None else (selected_TA,)
         out_THR, _ = self.attend(
-            self.into_latent(q_THD, self.w_uk_HNR), rows.headed(), None, *listed,
-            scale=self.spec.softmax_scale, value_dim=self.spec.kv_rank,
-        )  # fmt: skip
-        return self.out_of_latent(out_THR, self.w_uv_HVR, q_THD.dtype)
+            q_THC, rows.headed(), None, *listed, scale=self.spec.softmax_scale, value_dim=self.spec.kv_rank
+        )
+        return self.out_of_latent(out_THR, self.w_uv_HVR, dtype)

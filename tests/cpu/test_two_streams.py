@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from dayzero.arch.channels import GLU, MoE
+from dayzero.arch.index import Index
+from dayzero.arch.mixers import MLA
 from dayzero.arch.residuals import Plain
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.local_cache import LocalCache
@@ -121,7 +123,8 @@ MODELS = {
 def forks(spec: ModelSpec) -> int:
     """Layers with a shared expert, and layers with an index of their own."""
     shared = sum(isinstance(layer.channel, MoE) and layer.channel.shared is not None for layer in spec.layers)
-    return shared
+    indexes = [layer.mixer.index for layer in spec.layers if isinstance(layer.mixer, MLA)]
+    return shared + sum(isinstance(one, Index) and not one.shared for one in indexes)
 
 
 @torch.inference_mode()
