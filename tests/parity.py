@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dayzero.decl import Fp8Blocks, Mxfp4
 from dayzero.ops.bind import prepack_of, resolve
 from dayzero.ops.cases import traits_of
 from dayzero.ops.catalog import CATALOG, REFERENCE, Line, lacking
 from dayzero.ops.contract import CONTRACTS, Case, relative_l2
 
+FORMS: dict[type, str] = {Mxfp4: "mxfp4", Fp8Blocks: "fp8_block"}
 ELEMENT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 for _line in CATALOG.lines.values():  # a contract is known once its module is imported
@@ -79,7 +81,8 @@ def element_of(inputs: Mapping[str, Any]) -> str:
 def fits(line: Line, inputs: Mapping[str, Any]) -> bool:
     kind = {"kind": inputs["kind"]} if "kind" in inputs else {}
     right_dtype = not line.dtypes or element_of(inputs) in line.dtypes
-    return right_dtype and not lacking(line, traits_of(dict(inputs)) | kind)
+    packed = {FORMS[type(value)] for value in inputs.values() if type(value) in FORMS}
+    return right_dtype and packed.issubset(line.packed) and not lacking(line, traits_of(dict(inputs)) | kind)
 
 
 def check_parity(line: Line, case: Case, seed: int, device: str = "cpu") -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from dayzero.decl import Mxfp4
 from dayzero.ops.cases_delta import DELTA_CASES
+from dayzero.ops.cases_experts import EXPERT_CASES
+from dayzero.ops.cases_fp8 import LINEAR_FP8_CASES
 from dayzero.ops.cases_mixers import MIXER_CASES
 from dayzero.ops.cases_paged import PAGED_CASES
 from dayzero.ops.cases_records import RECORD_CASES
@@ -200,72 +201,6 @@ def _router() -> tuple[Case, ...]:
     )
 
 
-def _experts() -> tuple[Case, ...]:
-    def make(
-        tokens: int, dtype: torch.dtype, biases: bool, width: int = 33, inner: int = 17
-    ) -> Callable[[Inputs], dict[str, Any]]:
-        def inputs(r: Inputs) -> dict[str, Any]:
-            num = 6
-            ids = torch.stack([r.permutation(num)[:3] for _ in range(tokens)]) if tokens else r.integers(0, 1, 0, 3)
-            if tokens > 1:
-                ids[0] = -1  # a token that has no expert on this rank
-                ids[ids == 4] = -1  # an expert that nobody hits
-            elif dtype == BF16:
-                ids[:, 1] = -1
-            many = tuple(r.normal(num, n, dtype=dtype) for n in (inner, inner, width)) if biases else None
-            kind = {"kind": "clamped", "limit": 7.0, "alpha": 1.702} if biases else {"kind": "silu"}
-            return {
-                "x_TD": strided(r.normal(tokens, width, dtype=dtype)), "ids_TN": ids,
-                "weights_TN": r.uniform(tokens, 3),
-                "gate_EID": r.normal(num, inner, width, dtype=dtype) / 4,
-                "up_EID": r.normal(num, inner, width, dtype=dtype) / 4,
-                "down_EDI": r.normal(num, width, inner, dtype=dtype) / 4, "activation": kind, "biases": many,
-            }  # fmt: skip
-
-        return inputs
-
-    sizes = [(0, F32, False), (1, F32, True), (1, BF16, False), (7, BF16, True), (63, F32, False), (65, BF16, False)]
-    wide = _case(
-        "wide", make(7, BF16, True, 320, 192)
-    )  # more than a block of 128 columns, and not a whole number of them
-    return (*(_case(f"{n} tokens {d} biases {b}", make(n, d, b)) for n, d, b in sizes), wide)
-
-
-def _experts_in_4_bits() -> tuple[Case, ...]:
-    """Experts as a checkpoint stores them, some of their groups further apart than e4m3 reaches, some all zero."""
-
-    def stack(r: Inputs, rows: int, columns: int) -> Mxfp4:
-        codes = r.integers(0, 256, 5, rows, columns // 2).to(torch.uint8)
-        scales = r.integers(119, 124, 5, rows, columns // 32).to(torch.uint8)
-        scales[3, 1, 0] = 104  # too small for e4m3 beside its neighbours
-        codes[2, 0, :16] = 0
-        scales[2, 0, 0] = 200
-        return Mxfp4(codes, scales)
-
-    def make(tokens: int, dtype: torch.dtype, biases: bool) -> Callable[[Inputs], dict[str, Any]]:
-        def inputs(r: Inputs) -> dict[str, Any]:
-            width, inner = 160, 96
-            ids = torch.stack([r.permutation(5)[:3] for _ in range(tokens)]) if tokens else r.integers(0, 1, 0, 3)
-            if tokens > 1:
-                ids[0] = -1
-            many = tuple(r.normal(5, n, dtype=dtype) for n in (inner, inner, width)) if biases else None
-            kind: dict[str, Any] = {"kind": "silu"}
-            if biases or tokens == 1:
-                limits, betas = {"limit": 7.0, "alpha": 1.702}, {"beta": 4.0, "linear_beta": 25.0}
-                kind = {"kind": "clamped", **limits} if biases else {"kind": "situ", **betas}
-            return {
-                "x_TD": strided(r.normal(tokens, width, dtype=dtype)), "ids_TN": ids,
-                "weights_TN": r.uniform(tokens, 3), "gate_EID": stack(r, inner, width),
-                "up_EID": stack(r, inner, width), "down_EDI": stack(r, width, inner), "activation": kind,
-                "biases": many,
-            }  # fmt: skip
-
-        return inputs
-
-    sizes = [(0, F32, False), (1, F32, True), (1, BF16, False), (7, BF16, True), (63, F32, False), (65, BF16, False)]
-    return tuple(_case(f"4 bits, {n} tokens {d} biases {b}", make(n, d, b)) for n, d, b in sizes)
-
-
 def traits_of(inputs: dict[str, Any]) -> dict[str, object]:
     """The options that a case's inputs use and that a variant may lack, as the catalog names them."""
     found: dict[str, object] = {}
@@ -314,16 +249,15 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
         _case("no tokens", lambda r: {"ids_T": r.integers(0, 7, 0), "table_VH": r.normal(7, 5, dtype=BF16)}),
     ),
-    "linear.matmul": _linear(False),
-    "linear.matmul_f32": _linear(False),
-    "linear.matmul_glu": _matmul_glu(),
-    "linear.matmul_add": _matmul_add(),
+    "linear.matmul": (*_linear(False), *LINEAR_FP8_CASES["linear.matmul"]),
+    "linear.matmul_f32": (*_linear(False), *LINEAR_FP8_CASES["linear.matmul_f32"]),
+    "linear.matmul_glu": (*_matmul_glu(), *LINEAR_FP8_CASES["linear.matmul_glu"]),
+    "linear.matmul_add": (*_matmul_add(), *LINEAR_FP8_CASES["linear.matmul_add"]),
     "linear.grouped": _linear(True),
     "activation.glu": _glu(),
     "moe.route": _route(),
     "moe.matmul_route": _router(),
-    "moe.experts": (*_experts(), *_experts_in_4_bits()),
-    "moe.experts_fp8_128": _experts_in_4_bits(),
+    **EXPERT_CASES,
     **RESIDUAL_CASES,
     **MIXER_CASES,
     **DELTA_CASES,

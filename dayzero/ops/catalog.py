@@ -296,7 +296,7 @@ def builtin() -> Catalog:
     """A fresh catalog of the variants that ship with this package."""
     catalog = Catalog()
     for contract, (place, traits) in _REFERENCES.items():
-        packed: tuple[Form, ...] = ("mxfp4",) if contract.startswith("moe.experts") else ()
+        packed: tuple[Form, ...] = ("mxfp4", "fp8_block") if contract.startswith("moe.experts") else ()
         eager = eager_reason(contract, REFERENCE, "any")
         line = Line(contract, REFERENCE, "any", (), f"dayzero.ops.{place}", traits, packed=packed, eager=eager)
         catalog.add(line)

@@ -189,7 +189,7 @@ _EXPERTS: tuple[Line, ...] = (
             "act": ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ"), "bias": (False, True),
             "activation": ("bf16",),
         },
-        prepack=f"{_TRITON}.experts:pack", rank=20, dtypes=("bf16",), packed=("mxfp4",),
+        prepack=f"{_TRITON}.experts:pack", rank=20, dtypes=("bf16",), packed=("mxfp4", "fp8_block"),
     ),
     Line(
         "moe.experts_fp8_128", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.experts_fp8:experts",
@@ -197,7 +197,7 @@ _EXPERTS: tuple[Line, ...] = (
             "act": ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ"), "bias": (False, True),
             "activation": ("fp8_128",),
         },
-        prepack=f"{_TRITON}.experts_fp8:pack", rank=20, dtypes=("bf16",), packed=("mxfp4",),
+        prepack=f"{_TRITON}.experts_fp8:pack", rank=20, dtypes=("bf16",), packed=("mxfp4", "fp8_block"),
     ),
 )  # fmt: skip
 # --- writing cache records -------------------------------------------------------------------------------------------

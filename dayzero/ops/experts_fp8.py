@@ -59,7 +59,7 @@ def experts_fp8_128(
     activation: Mapping[str, Any],
     biases: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``moe.experts`` with the inputs of all three products rounded by ``to_fp8_128``; weights are as they are."""
+    """``moe.experts`` with the inputs of all three products rounded by ``to_fp8_128``; weights are as there."""
 
     def product(x_TK: Tensor, matrix: Any, bias_N: Tensor | None) -> Tensor:
         y_TN = product_f64(rounded_to_fp8_128(x_TK, torch.float64), dense(matrix, torch.float32))

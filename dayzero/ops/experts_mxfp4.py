@@ -17,7 +17,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dayzero.decl import Mxfp4
+from dayzero.decl import Mxfp4, Packed
+from dayzero.ops.fp8_blocks import widened
 
 GROUP, BLOCK = 32, 128  # columns that share a stored exponent; columns that share a scale of the e4m3 form
 REACH = 14  # largest distance d at which every code is exact
@@ -42,9 +43,11 @@ def widen(matrix: Mxfp4, dtype: torch.dtype) -> Tensor:
     return values.view(matrix.shape)
 
 
-def dense(matrix: Tensor | Mxfp4, dtype: torch.dtype) -> Tensor:
-    """A plain matrix as it is, one in 4 bits as values of ``dtype``."""
-    return widen(matrix, dtype) if isinstance(matrix, Mxfp4) else matrix
+def dense(matrix: Tensor | Packed, dtype: torch.dtype) -> Tensor:
+    """A plain matrix as it is, one in 4 bits as values of ``dtype``, one in blocks of 8 bits as values in f32."""
+    if isinstance(matrix, Tensor):
+        return matrix
+    return widen(matrix, dtype) if isinstance(matrix, Mxfp4) else widened(matrix)
 
 
 def live_groups(matrix: Mxfp4) -> Tensor:

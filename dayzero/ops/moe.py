@@ -121,7 +121,8 @@ def experts(
     down [E, D]). Inputs of the products keep x's dtype (bf16: W4A16 where weights have 4 bits). Each projection is
     rounded to x's dtype; the weight is applied after down; the sum runs in f32 in ascending expert id. An id of -1 is
     no expert. The three matrices are only indexed by expert, each once, so they may be anything that gives an expert's
-    matrix by its number: a tensor, or a ``decl.Mxfp4``, which is widened exactly.
+    matrix by its number: a tensor, a ``decl.Mxfp4``, which is widened exactly, or a ``decl.Fp8Blocks``, whose products
+    of code and scale are rounded to f32.
     """
 
     def one(x_RD: Tensor, expert: int) -> Tensor:

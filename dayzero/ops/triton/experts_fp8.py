@@ -1,7 +1,8 @@
 """``moe.experts_fp8_128`` on a GPU: as ``moe.experts`` there, with three launches more, which
 round the rows of both products to e4m3 and give each place its token's scales.
 
-Codes of e4m3 are multiplied as the bf16 numbers that they are, and sums over 128 columns by the rows' scales in f32.
+Codes of e4m3, of rows and of matrices, are multiplied as the bf16 numbers that they are, and sums over 128 columns by
+the scales in f32.
 The 8-bit unit would be no help: its own sums keep about 14 bits, and an error of 0.4 % before the second rounding to
 e4m3 is 2 % after it, as much as the contract allows.
 
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dayzero.ops.triton.experts import Stack, arranged, pack
+from dayzero.ops.triton.experts import Given, arranged, pack
 from dayzero.ops.triton.experts_matmul import Biases, down_product, gate_up
 from dayzero.ops.triton.experts_rows import OVERLAP, Sorted, begun, combine, nearest
 from dayzero.ops.triton.machine import INTERPRETED, check_machine
@@ -37,18 +38,18 @@ def experts(
     x_TD: Tensor,
     ids_TN: Tensor,
     weights_TN: Tensor,
-    gate_EID: Stack,
-    up_EID: Stack,
-    down_EDI: Stack,
+    gate_EID: Given,
+    up_EID: Given,
+    down_EDI: Given,
     activation: Mapping[str, Any],
     biases: Biases = None,
 ) -> Tensor:
-    """``moe.experts_fp8_128`` in bf16. Stacks are best laid out once, by ``pack``; a ``decl.Mxfp4`` is laid out here in
-    each call. A token's sum runs over n in ascending order."""
+    """``moe.experts_fp8_128`` in bf16. Stacks are best laid out once, by ``pack``; those that are packed are laid out
+    here in each call. A token's sum runs over n in ascending order."""
     gate, up, down = pack(gate_EID), pack(up_EID), pack(down_EDI)
     if ids_TN.numel() == 0 or len(gate) == 0:
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
-    by_expert, first, second = arranged("w4a8", ids_TN, gate, down)
+    by_expert, first, second = arranged("a8", ids_TN, gate, down)
     codes_TD, scales = quantise(x_TD)
     hidden = gate_up(codes_TD, gate, up, by_expert, activation, biases, first, by_place(scales, by_expert))
     codes, scales = quantise(hidden)

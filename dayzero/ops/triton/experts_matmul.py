@@ -1,7 +1,5 @@
-"""Grouped products of routed experts: each tile of rows times its expert's matrices, which are read once a tile.
-
-Weights are the left operand (64 rows of the output, or 128), activations the right one: so a handful of rows fills the
-matrix unit, and 4-bit weights go from memory through registers into the product, never stored wider.
+"""Grouped products of routed experts: each tile of rows times its expert's matrices, which are read once a tile
+(``experts_sums``), and the kernels that do it.
 
 T tokens, N chosen a token, D width, I intermediate width, K inner dimension of a product, R its rows (out). Slots,
 places and tiles: ``experts_rows``.
@@ -21,39 +19,13 @@ from dayzero.ops.activation import activation_of
 from dayzero.ops.experts_tables import Settings
 from dayzero.ops.triton.activation import glu_of
 from dayzero.ops.triton.experts_rows import OVERLAP, Sorted, begun, nearest
-from dayzero.ops.triton.machine import INTERPRETED
-from dayzero.ops.triton.mxfp4 import COLUMNS, ROWS, Tiles, row_places, widened, word_places
+from dayzero.ops.triton.experts_sums import sums_of
+from dayzero.ops.triton.fp8_tiles import ByteTiles
+from dayzero.ops.triton.mxfp4 import COLUMNS, Tiles
 from dayzero.units import ceil_div
 
-_SLOW = tl.constexpr(INTERPRETED)
-_TILE, _WIDE = tl.constexpr(ROWS), tl.constexpr(COLUMNS)
-_WORDS = tl.constexpr(ROWS * COLUMNS // 8)
 Biases = tuple[Tensor, Tensor, Tensor] | None
-
-
-@triton.jit
-def _times(left, right, total):
-    if _SLOW:  # the interpreter multiplies no bf16
-        return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
-    return tl.dot(left, right, total)
-
-
-@triton.jit
-def _rows_of(x, columns, inside, K: tl.constexpr, EVEN: tl.constexpr):
-    """A piece of the right operand [columns, rows], zero beyond K. Rows that are none are not read: were it some row in
-    their place, all programs would read that one, and wait for each other."""
-    if EVEN:
-        return tl.load(x, mask=inside[None, :], other=0.0)
-    return tl.load(x, mask=inside[None, :] & (columns < K)[:, None], other=0.0)
-
-
-@triton.jit
-def _plain_piece(w, rows, columns, R, K: tl.constexpr, EVEN: tl.constexpr):
-    """A piece of a plain matrix; rows beyond R are any numbers when K is even, as they are not stored."""
-    at = w + rows[:, None].to(tl.int64) * K + columns[None, :]
-    if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=(rows < R)[:, None] & (columns < K)[None, :], other=0.0)
+Stack = Tensor | Tiles | ByteTiles  # as it is laid out
 
 
 @triton.jit
@@ -93,77 +65,10 @@ def tile_of(tiles, ends, order, most, tile, PER: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def _sums(
-    at, one, two, one_exponents, two_exponents, one_shifts, two_shifts, scales, behind, inside, expert, high, split, R,
-    tall, K: tl.constexpr, TWO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr,
-):  # fmt: skip
-    """HIGH rows of matrix ``one`` of the expert, and of ``two`` where TWO, times the rows at ``at`` [1, ROWS]; of the
-    ``split``-th part of K where that is SPLIT parts. Steps beyond K read the last one and multiply it by zeros.
-
-    scales: None, or where those of the tile's rows begin: sums within 128 columns are multiplied by them, each block's
-    ``behind`` the one before."""
-    g = tl.zeros((HIGH, ROWS), tl.float32)
-    u = tl.zeros((HIGH, ROWS), tl.float32)
-    if PACKED:
-        half = tl.arange(0, _WIDE // 2)
-        wide: tl.constexpr = (K + _WIDE - 1) // _WIDE
-        STEPS: tl.constexpr = (wide + SPLIT - 1) // SPLIT
-        TALL: tl.constexpr = HIGH // _TILE
-        first = (expert * tall + high * TALL) * wide
-        words = first * _WORDS + word_places(wide * _WORDS, TALL)
-        places = first * _TILE + row_places(wide * _TILE, TALL)
-        for k in range(STEPS):
-            step = split * STEPS + k
-            columns = half + step * _WIDE
-            left = _rows_of(at + columns[:, None], columns, inside, K, EVEN)
-            columns += _WIDE // 2
-            right = _rows_of(at + columns[:, None], columns, inside, K, EVEN)
-            step = step if SPLIT == 1 else tl.minimum(step, wide - 1)
-            word, place = words + step * _WORDS, places + step * _TILE
-            a, b = widened(tl.load(one + word), tl.load(one_exponents + place), TALL)
-            if scales is None:
-                g = _times(b, right, _times(a, left, g))
-            else:
-                scale = tl.load((scales + step * behind) + tl.arange(0, ROWS))[None, :]
-                g += _times(b, right, _times(a, left, tl.zeros((HIGH, ROWS), tl.float32))) * scale
-            if TWO:
-                a, b = widened(tl.load(two + word), tl.load(two_exponents + place), TALL)
-                if scales is None:
-                    u = _times(b, right, _times(a, left, u))
-                else:
-                    u += _times(b, right, _times(a, left, tl.zeros((HIGH, ROWS), tl.float32))) * scale
-        g *= tl.load(one_shifts + expert)
-        if TWO:
-            u *= tl.load(two_shifts + expert)
-    else:
-        deep = tl.arange(0, DEEP)
-        rows = tl.minimum(high * HIGH + tl.arange(0, HIGH), R - 1)
-        PIECES: tl.constexpr = ((K + DEEP - 1) // DEEP + SPLIT - 1) // SPLIT
-        for k in range(PIECES):
-            columns = deep + (split * PIECES + k) * DEEP
-            piece = _rows_of(at + columns[:, None], columns, inside, K, EVEN)
-            a = _plain_piece(one + expert * R * K, rows, columns, R, K, EVEN)
-            if scales is None:
-                g = _times(a, piece, g)
-            else:
-                block = (split * PIECES + k) * DEEP // _WIDE
-                scale = tl.load((scales + block * behind) + tl.arange(0, ROWS))[None, :]
-                g += _times(a, piece, tl.zeros((HIGH, ROWS), tl.float32)) * scale
-            if TWO:
-                b = _plain_piece(two + expert * R * K, rows, columns, R, K, EVEN)
-                if scales is None:
-                    u = _times(b, piece, u)
-                else:
-                    u += _times(b, piece, tl.zeros((HIGH, ROWS), tl.float32)) * scale
-    return g, u
-
-
-@triton.jit
 def _gate_up_tile(
     x, gate, up, gate_exponents, up_exponents, gate_shifts, up_shifts, gate_bias, up_bias, hidden, slots,
     scales, behind, tiles, ends, order, most, stride, R, tall, limit, alpha, beta, linear_beta,
-    K: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
     PER: tl.constexpr, ONE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, HIGH: tl.constexpr,
     DEEP: tl.constexpr,
 ):  # fmt: skip
@@ -173,9 +78,9 @@ def _gate_up_tile(
     expert, places, inside, source = tile_of(tiles, ends, order, most, tile, PER, ROWS, ONE)
     if scales is not None:
         scales += tile if ONE else tl.load(tiles + most + tile)
-    g, u = _sums(
+    g, u = sums_of(
         x + source[None, :].to(tl.int64) * stride, gate, up, gate_exponents, up_exponents, gate_shifts, up_shifts,
-        scales, behind, inside, expert, high, split, R, tall, K, True, PACKED, EVEN, SPLIT, ROWS, HIGH, DEEP,
+        scales, behind, inside, expert, high, split, R, tall, K, True, BITS, EVEN, SPLIT, ROWS, HIGH, DEEP,
     )  # fmt: skip
     rows = high * HIGH + tl.arange(0, HIGH)
     exists = rows < R
@@ -200,7 +105,7 @@ def _gate_up_tile(
 def _gate_up(
     x, gate, up, gate_exponents, up_exponents, gate_shifts, up_shifts, gate_bias, up_bias, hidden, slots,
     scales, behind, tiles, num_tiles, ends, order, most, num_experts, stride, R, tall, limit, alpha, beta, linear_beta,
-    K: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
     PER: tl.constexpr, ONE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
     HIGH: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
@@ -212,13 +117,13 @@ def _gate_up(
         _gate_up_tile(
             x, gate, up, gate_exponents, up_exponents, gate_shifts, up_shifts, gate_bias, up_bias, hidden, slots,
             scales, behind, tiles, ends, order, most, stride, R, tall, limit, alpha, beta, linear_beta, K, KIND, BIAS,
-            PACKED, EVEN, PER, ONE, SPLIT, SMALL, HIGH, DEEP,
+            BITS, EVEN, PER, ONE, SPLIT, SMALL, HIGH, DEEP,
         )  # fmt: skip
     else:
         _gate_up_tile(
             x, gate, up, gate_exponents, up_exponents, gate_shifts, up_shifts, gate_bias, up_bias, hidden, slots,
             scales, behind, tiles, ends, order, most, stride, R, tall, limit, alpha, beta, linear_beta, K, KIND, BIAS,
-            PACKED, EVEN, PER, ONE, SPLIT, ROWS, HIGH, DEEP,
+            BITS, EVEN, PER, ONE, SPLIT, ROWS, HIGH, DEEP,
         )  # fmt: skip
 
 
@@ -257,7 +162,7 @@ def _activate(
 @triton.jit
 def _down_tile(
     hidden, down, exponents, shifts, bias, out, slots, scales, behind, tiles, ends, order, most, R, tall,
-    K: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr,
+    K: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """out [slot, R] = down hidden + bias for HIGH of the R rows and the places of a tile; out [part, slot, R] in f32 in
@@ -266,9 +171,9 @@ def _down_tile(
     expert, places, inside, source = tile_of(tiles, ends, order, most, tile, 0, ROWS, ONE)
     if scales is not None:
         scales += tile if ONE else tl.load(tiles + most + tile)
-    y, _ = _sums(
+    y, _ = sums_of(
         hidden + source[None, :].to(tl.int64) * K, down, down, exponents, exponents, shifts, shifts,
-        scales, behind, inside, expert, high, split, R, tall, K, False, PACKED, EVEN, SPLIT, ROWS, HIGH, DEEP,
+        scales, behind, inside, expert, high, split, R, tall, K, False, BITS, EVEN, SPLIT, ROWS, HIGH, DEEP,
     )  # fmt: skip
     rows = high * HIGH + tl.arange(0, HIGH)
     exists = rows < R
@@ -284,7 +189,7 @@ def _down_tile(
 def _down(
     hidden, down, exponents, shifts, bias, out, slots, scales, behind, tiles, num_tiles, ends, order, most,
     num_experts, R, tall,
-    K: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr,
+    K: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """A tile of up to ROWS rows, as one of SMALL rows where so many are enough."""
@@ -294,36 +199,43 @@ def _down(
     if SMALL > 0 and rows_left(tiles, ends, most) <= SMALL:
         _down_tile(
             hidden, down, exponents, shifts, bias, out, slots, scales, behind, tiles, ends, order, most, R, tall, K,
-            BIAS, PACKED, EVEN, ONE, SPLIT, SMALL, HIGH, DEEP,
+            BIAS, BITS, EVEN, ONE, SPLIT, SMALL, HIGH, DEEP,
         )  # fmt: skip
     else:
         _down_tile(
             hidden, down, exponents, shifts, bias, out, slots, scales, behind, tiles, ends, order, most, R, tall, K,
-            BIAS, PACKED, EVEN, ONE, SPLIT, ROWS, HIGH, DEEP,
+            BIAS, BITS, EVEN, ONE, SPLIT, ROWS, HIGH, DEEP,
         )  # fmt: skip
 
 
-def _parts(matrix: Tensor | Tiles) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Pointers of a matrix for a kernel: codes or values, exponents, shifts."""
+def bits_of(stack: Stack) -> int:
+    """Of a code of a stack; 0 of a plain one."""
+    return 4 if isinstance(stack, Tiles) else 8 if isinstance(stack, ByteTiles) else 0
+
+
+def _parts(matrix: Stack) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Pointers of a matrix for a kernel: codes or values, exponents or scales of blocks, shifts."""
     if isinstance(matrix, Tiles):
         return matrix.codes, matrix.exponents, matrix.shifts
+    if isinstance(matrix, ByteTiles):
+        return matrix.codes, matrix.scales, None
     return matrix, None, None
 
 
-def _even(inner: int, packed: bool, settings: Settings) -> bool:
+def _even(inner: int, bits: int, settings: Settings) -> bool:
     """Whether the steps of all parts are whole."""
-    return inner % (settings["SPLIT"] * (COLUMNS if packed else settings["DEEP"])) == 0
+    return inner % (settings["SPLIT"] * (COLUMNS if bits else settings["DEEP"])) == 0
 
 
 def gate_up(
-    x_TD: Tensor, gate: Tensor | Tiles, up: Tensor | Tiles, by_expert: Sorted, activation: Mapping[str, Any],
+    x_TD: Tensor, gate: Stack, up: Stack, by_expert: Sorted, activation: Mapping[str, Any],
     biases: Biases, settings: Settings, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[T N, I] by place: the activation of both products of each place's token. Rows without a place stay undefined.
 
     scales: f32 [ceil(D / 128), places and as many behind them as a tile has], which multiply x's values by block and
     place; plain stacks with scales are not run in parts."""
-    packed, inner, num_rows = isinstance(gate, Tiles), gate.shape[2], gate.shape[1]
+    bits, inner, num_rows = bits_of(gate), gate.shape[2], gate.shape[1]
     slots, split = by_expert.num_slots, settings["SPLIT"]
     hidden = torch.empty(slots, num_rows, dtype=x_TD.dtype, device=x_TD.device)
     out = hidden if split == 1 else hidden.new_empty(split, 2, slots, num_rows, dtype=torch.float32)
@@ -334,7 +246,7 @@ def gate_up(
         x_TD, gates, ups, gate_exponents, up_exponents, gate_shifts, up_shifts, gate_bias, up_bias, out, slots,
         scales, 0 if scales is None else scales.stride(0), *by_expert.numbers, x_TD.stride(0), num_rows,
         gates.shape[1], *numbers, K=inner, KIND=kind,
-        BIAS=biases is not None, PACKED=packed, EVEN=_even(inner, packed, settings), PER=by_expert.chosen,
+        BIAS=biases is not None, BITS=bits, EVEN=_even(inner, bits, settings), PER=by_expert.chosen,
         ONE=by_expert.one, ROWS=by_expert.rows, **OVERLAP, **settings,
     )  # fmt: skip
     if split > 1:
@@ -347,12 +259,12 @@ def gate_up(
 
 
 def down_product(
-    hidden: Tensor, down: Tensor | Tiles, by_expert: Sorted, biases: Biases, settings: Settings,
+    hidden: Tensor, down: Stack, by_expert: Sorted, biases: Biases, settings: Settings,
     scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[T N, D] by slot: down times the hidden row of each slot's place, plus the bias; [parts, T N, D] in f32 where the
     settings split it, to be added. Slots without a place stay undefined. scales: as in ``gate_up``."""
-    packed, inner, num_rows = isinstance(down, Tiles), down.shape[2], down.shape[1]
+    bits, inner, num_rows = bits_of(down), down.shape[2], down.shape[1]
     slots, split = by_expert.num_slots, settings["SPLIT"]
     out = hidden.new_empty(slots, num_rows)
     if split > 1:
@@ -361,7 +273,7 @@ def down_product(
     _down[ceil_div(num_rows, settings["HIGH"]), by_expert.most, split](
         hidden, codes, exponents, shifts, None if biases is None else biases[2], out, slots, scales,
         0 if scales is None else scales.stride(0), *by_expert.numbers,
-        num_rows, codes.shape[1], K=inner, BIAS=biases is not None, PACKED=packed,
-        EVEN=_even(inner, packed, settings), ONE=by_expert.one, ROWS=by_expert.rows, **OVERLAP, **settings,
+        num_rows, codes.shape[1], K=inner, BIAS=biases is not None, BITS=bits,
+        EVEN=_even(inner, bits, settings), ONE=by_expert.one, ROWS=by_expert.rows, **OVERLAP, **settings,
     )  # fmt: skip
     return out

@@ -172,7 +172,7 @@ def _planes_slow(words, low, high):
 
 
 @triton.jit
-def _placed(a, b, c, d, TALL: tl.constexpr):
+def placed(a, b, c, d, TALL: tl.constexpr):
     """Planes of (k4, k3) = 00, 01, 10, 11, each [tile, k5, row 4-5, row 0-2, k1-2, row 3, k0], as one matrix."""
     both = tl.join(tl.join(a, c), tl.join(b, d))
     return tl.reshape(tl.permute(both, (0, 2, 5, 3, 1, 7, 8, 4, 6)), (TALL * 64, 64))
@@ -209,7 +209,7 @@ def widened(words, exponents, TALL: tl.constexpr):
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             _ASSEMBLY, _REGISTERS, [words, low, high], dtype=_BF16, is_pure=True, pack=2
         )
-    return _placed(a, b, c, d, TALL), _placed(e, f, g, h, TALL)
+    return placed(a, b, c, d, TALL), placed(e, f, g, h, TALL)
 
 
 # --- e4m3 ------------------------------------------------------------------------------------------------------------
