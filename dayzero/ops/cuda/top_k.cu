@@ -256,24 +256,7 @@ top_k(const float* scores, i64 stride_query, int num_keys, i64* out, int k, cons
     }
     const float lowest = score_of(floor);
     int listed = 0;  // candidates of this warp, in order; their places are counted even where the list is too short
-    for (int first = lane * 4; first < run; first += BATCH * STRIDE) {
-#if MAXIMA
-        const int group = (first - lane * 4) / 16 + lane;
-        float most = -INFINITE;
-        if (group < groups) most = group < CACHED ? kept[group] : most_of(group, __ldcg(largest_of + group));
-        const u32 hot = __ballot_sync(FULL, most >= lowest);
-        if (!hot) continue;
-        auto wanted = [&](int b) { return (hot >> (b * 8 + lane / 4) & 1) != 0; };
-#else
-        auto wanted = [&](int) { return largest >= lowest; };
-#endif
-        float4 fours[BATCH];
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            const int i = first + b * STRIDE;
-            fours[b] = make_float4(-INFINITE, -INFINITE, -INFINITE, -INFINITE);
-            if (i < run && wanted(b)) fours[b] = cached ? *reinterpret_cast<float4*>(kept + i) : load(i);
-        }
+    auto take = [&](const float4 (&fours)[BATCH], auto place_of) {  // the best of rows place_of(b) to + 3, ascending by lanes
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             const float scores[4] = {fours[b].x, fours[b].y, fours[b].z, fours[b].w};
@@ -290,13 +273,51 @@ top_k(const float* scores, i64 stride_query, int num_keys, i64* out, int k, cons
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     if (scores[j] >= lowest) {
-                        if (place < LISTED) list[place] = make_uint2(key_of(scores[j]), begin + first + b * STRIDE + j);
+                        if (place < LISTED) list[place] = make_uint2(key_of(scores[j]), begin + place_of(b) + j);
                         ++place;
                     }
                 }
             }
         }
+    };
+    const float4 nothing = make_float4(-INFINITE, -INFINITE, -INFINITE, -INFINITE);
+#if MAXIMA
+    for (int window = 0; window < groups; window += CACHED) {  // of groups, whose numbers replace their largest scores
+        int hot = 0;
+        for (int base = window; base < min(groups, window + CACHED); base += 32) {
+            const int group = base + lane;
+            float most = -INFINITE;
+            if (group < groups) most = window == 0 ? kept[group] : most_of(group, __ldcg(largest_of + group));
+            const u32 votes = __ballot_sync(FULL, most >= lowest);
+            if (votes >> lane & 1) kept[hot + __popc(votes & ((1u << lane) - 1))] = __int_as_float(group);
+            hot += __popc(votes);
+        }
+        __syncwarp();
+        for (int first = 0; first < hot; first += BATCH * 8) {
+            float4 fours[BATCH];
+            int places[BATCH];
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                const int at = first + b * 8 + lane / 4;
+                places[b] = at < hot ? __float_as_int(kept[at]) * 16 + lane % 4 * 4 : 0;
+                fours[b] = at < hot ? load(places[b]) : nothing;
+            }
+            take(fours, [&](int b) { return places[b]; });
+        }
+        __syncwarp();
     }
+#else
+    for (int first = lane * 4; first < run; first += BATCH * STRIDE) {
+        float4 fours[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int i = first + b * STRIDE;
+            fours[b] = nothing;
+            if (i < run && largest >= lowest) fours[b] = cached ? *reinterpret_cast<float4*>(kept + i) : load(i);
+        }
+        take(fours, [&](int b) { return first + b * STRIDE; });
+    }
+#endif
     __syncwarp();
     const bool short_list = listed <= LISTED;
     auto each = [&](auto use) {  // use(key, row) of every candidate, in order of rows over a warp's lanes; key 0 is none
