@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dayzero.arch.channels import GLU, MoE
-from dayzero.arch.index import Index
-from dayzero.arch.mixers import MLA
+from dayzero.arch.channels import GLU
 from dayzero.arch.residuals import Plain
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.local_cache import LocalCache
@@ -31,7 +29,7 @@ from tests.cpu.random_models import (
     moe,
     stack_of,
 )
-from tests.cpu.two_streams import Device
+from tests.cpu.two_streams import Device, forks
 
 
 @pytest.fixture
@@ -118,13 +116,6 @@ MODELS = {
     **{name: model((attention(), latent(index=index())), (one,), Plain(NORM)) for name, one in CHANNELS.items()},
     **{name: model(MIXERS["latent"], (SHARED,), make()) for name, make in RESIDUALS.items()},
 }
-
-
-def forks(spec: ModelSpec) -> int:
-    """Layers with a shared expert, and layers with an index of their own."""
-    shared = sum(isinstance(layer.channel, MoE) and layer.channel.shared is not None for layer in spec.layers)
-    indexes = [layer.mixer.index for layer in spec.layers if isinstance(layer.mixer, MLA)]
-    return shared + sum(isinstance(one, Index) and not one.shared for one in indexes)
 
 
 @torch.inference_mode()

@@ -20,7 +20,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dayzero.arch.channels import MoE
+from dayzero.arch.index import Index
+from dayzero.arch.mixers import MLA
+from dayzero.arch.spec import ModelSpec
+
 Stamp = tuple["Stream", int]
+
+
+def forks(spec: ModelSpec) -> int:
+    """Of a step: layers with a shared expert, and layers with an index of their own."""
+    shared = sum(isinstance(layer.channel, MoE) and layer.channel.shared is not None for layer in spec.layers)
+    indexes = [layer.mixer.index for layer in spec.layers if isinstance(layer.mixer, MLA)]
+    return shared + sum(isinstance(one, Index) and not one.shared for one in indexes)
 
 
 class Stream:
