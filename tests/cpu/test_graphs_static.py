@@ -235,6 +235,20 @@ def test_a_row_that_is_no_number_spoils_no_other_and_neither_does_padding(tmp_pa
     assert counts(recorded)["padded_rows"] > 0
 
 
+def test_forks_of_replayed_steps_are_counted_and_told(llama: Path) -> None:
+    """Work that is called again has none; of a captured step they are as many as its recording says."""
+    engine = pair(llama)[1]
+    recorded = engine.runner._recorded
+    assert recorded is not None and "two streams" not in recorded.row(0)
+    engine.run(many(1))
+    assert counts(engine)["graph_steps"] > 0 and counts(engine)["graph_forks"] == 0
+    recorded._replays[1].num_forks = 3
+    before = counts(engine)["graph_steps"]
+    engine.run(many(1))
+    assert counts(engine)["graph_forks"] == 3 * (counts(engine)["graph_steps"] - before) > 0
+    assert "two streams at 3 places" in recorded.row(0)
+
+
 def test_recording_writes_to_scratch_alone(folder: Path) -> None:
     """Nothing else of a pool full of NaN has changed when the engine is ready."""
     engine = pair(folder)[1]
