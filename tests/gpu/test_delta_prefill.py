@@ -145,11 +145,17 @@ def test_convolutions_at_true_width(heads: int, more: int) -> None:
     check_convolutions(true_size(((0, 700), (9, 1), (7, 64), (0, 2), (70, 129), (5, 1030)), heads, None, more))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant, norm", [("triton", 0), ("cuda", 0), ("cuda", 1)])
+@pytest.mark.parametrize("act", ["silu", "sigmoid"])
 @pytest.mark.parametrize("heads, lower", [(96, -5.0), (32, None)])
-def test_rows_at_true_width_are_rows_alone_and_right(variant: str, heads: int, lower: float | None) -> None:
+def test_rows_at_true_width_are_rows_alone_and_right(
+    monkeypatch: pytest.MonkeyPatch, variant: str, norm: int, act: str, heads: int, lower: float | None
+) -> None:
     """32 heads alone are scanned by other blocks of threads than beside other rows."""
-    made_here = true_size(((0, 130), (7, 64), (0, 2), (70, 200), (3, 63)), heads, lower)
+    from dayzero.ops.cuda.delta_chunk import TRIED
+
+    monkeypatch.setitem(TRIED, "NORM", norm)
+    made_here = true_size(((0, 130), (7, 64), (0, 2), (70, 200), (3, 63)), heads, lower) | {"act": act}
     want = moved(made_here, "cuda")
     close(check_alone(paged_by(variant), made_here), CONTRACTS["recurrence.paged"].body(**want), BOUND)
 

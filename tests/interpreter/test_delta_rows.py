@@ -73,7 +73,7 @@ def test_a_prompt_in_pieces_leaves_the_same_outputs_states_and_windows() -> None
 @pytest.mark.parametrize("act", ["silu", "sigmoid"])
 @pytest.mark.parametrize("sizes, dtype", [((5, 3, 20), F32), ((4, 17, 128), BF16), ((1, 32, 16), BF16)])
 def test_the_output_norm_is_right_for_any_heads(act: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    from dayzero.ops.triton.delta_prefill import _normed
+    from dayzero.ops.triton.delta_chunk_run import Finish, normed
 
     tokens, heads, width = sizes
     r = Inputs(tokens)
@@ -81,5 +81,8 @@ def test_the_output_norm_is_right_for_any_heads(act: str, sizes: tuple[int, int,
     joined = r.normal(tokens, 4 + heads * width, dtype=dtype) * 20  # 1 + e^-x is infinite for some
     gate, weight = joined[:, 4:], r.normal(width)
     want = norm.rms_gated.body(out, gate.unflatten(1, (heads, width)), weight, eps=1e-5, act=act)
-    _normed(out, gate, weight, 1e-5, act)
-    close(out, want, ELEMENTWISE["bf16" if dtype == BF16 else "f32"].value)
+    others = out[:1].clone()
+    given = torch.cat([others, out]), torch.cat([gate[:1], gate])
+    normed(given[0], Finish(given[1], weight, 1e-5, act == "silu", 1))
+    assert torch.equal(given[0][:1], others), "tokens before the rows are left alone"
+    close(given[0][1:], want, ELEMENTWISE["bf16" if dtype == BF16 else "f32"].value)

@@ -18,11 +18,13 @@ from torch import Tensor
 from dayzero.ops.cuda.build import Kernel, check_machine, load
 from dayzero.ops.delta_paged import Kept, Raw, Weights
 from dayzero.ops.triton import delta_prefill
-from dayzero.ops.triton.delta_chunk_run import TRITON, Gate, Kernels, Rows, Sizes
+from dayzero.ops.triton.delta_chunk_run import TRITON, Finish, Gate, Kernels, Rows, Sizes, normed
 from dayzero.ops.triton.machine import num_processors
 
 __all__ = ["CUDA", "check_machine", "delta_chunked", "prefill"]
 WIDTH, ROWS = 128, 64
+# NORM: the output norm where o is made; where a block has half a head only, in a kernel that adds up the same way.
+TRIED = {"NORM": 0}
 _TILE, _SQUARE = ROWS * WIDTH * 2, ROWS * ROWS * 2
 _BLOCK = 3 * _TILE + 2 * _SQUARE  # bytes between the kernels, of a chunk and head
 _CALM = -5.06  # 16 tokens of such a log-decay together stay above 2^-117
@@ -41,9 +43,10 @@ _LocalArgs = _structure(
     "scale lower",
 )  # fmt: skip
 _ScanArgs = _structure(
-    "v tiles last old_state new_state states out starts chunks slots start",
-    "v_t v_h out_t out_h slot_stride slots_stride", "heads width num_tokens num_chunks span",
+    "v tiles last old_state new_state states out starts chunks slots start gate weight",
+    "v_t v_h out_t out_h slot_stride slots_stride gate_t gate_h", "heads width num_tokens num_chunks span", "eps",
 )  # fmt: skip
+_NormArgs = _structure("out gate weight", "gate_t gate_h", "heads num_pairs", "eps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,35 +111,60 @@ def run(
     states = new.new_empty(triton.cdiv(num_tokens, sizes.span) if keep_states else 0, *new.shape)
     args = _ScanArgs(
         *_addresses(v_THV, tiles.tiles, tiles.last, old_HKV, new, states if keep_states else None, o_THV),
-        None, None, None, None, *v_THV.stride()[:2], *o_THV.stride()[:2], 0, 0,
-        heads, width, num_tokens, num_chunks, sizes.span,
+        *[None] * 6, *v_THV.stride()[:2], *o_THV.stride()[:2], *[0] * 4,
+        heads, width, num_tokens, num_chunks, sizes.span, 0.0,
     )  # fmt: skip
     _scan(args, sizes, 1)
     return o_THV, new, states
 
 
-def run_rows(tiles: Tiles, v_THV: Tensor, out_THV: Tensor, states_NHKV: Tensor, sizes: Sizes, rows: Rows) -> None:
+def run_rows(
+    tiles: Tiles, v_THV: Tensor, out_THV: Tensor, states_NHKV: Tensor, sizes: Sizes, rows: Rows, finish: Finish
+) -> None:
     """``delta_chunk_run.run_rows``."""
     v_THV = _packed(v_THV)
+    own = bool(TRIED["NORM"]) and sizes.value == WIDTH
+    inside = own and _groups(sizes, rows.num) * 64 == WIDTH
+    gate_THV = _packed(finish.gate_TC.unflatten(-1, out_THV.shape[1:])) if own else None
+    gate_steps = (0, 0) if gate_THV is None else gate_THV.stride()[:2]
+    weight_V = finish.weight_V.float()
     args = _ScanArgs(
         *_addresses(v_THV, tiles.tiles, tiles.last, states_NHKV, states_NHKV, None, out_THV),
-        *_addresses(rows.starts, rows.chunks, rows.slots, rows.start), *v_THV.stride()[:2], *out_THV.stride()[:2],
-        states_NHKV.stride(0), rows.slots.stride(0), sizes.heads, sizes.value, v_THV.shape[0], 0, 2**30,
+        *_addresses(rows.starts, rows.chunks, rows.slots, rows.start, gate_THV, weight_V),
+        *v_THV.stride()[:2], *out_THV.stride()[:2], states_NHKV.stride(0), rows.slots.stride(0), *gate_steps,
+        sizes.heads, sizes.value, v_THV.shape[0], 0, 2**30, finish.eps,
     )  # fmt: skip
-    _scan(args, sizes, rows.num)
+    _scan(args, sizes, rows.num, inside, finish.silu)
+    if gate_THV is None:
+        normed(out_THV, finish)
+    elif not inside:
+        _norm(out_THV[finish.first :], gate_THV[finish.first :], weight_V, finish)
 
 
-def _scan(args: Any, sizes: Sizes, num_rows: int) -> None:
-    groups = sizes.value_slice(num_rows) // 64
+def _groups(sizes: Sizes, num_rows: int) -> int:
+    return sizes.value_slice(num_rows) // 64
+
+
+def _scan(args: Any, sizes: Sizes, num_rows: int, norm: bool = False, silu: bool = False) -> None:
+    groups = _groups(sizes, num_rows)
     grid = (triton.cdiv(sizes.value, 64 * groups), sizes.heads, num_rows)
-    _scan_kernel(groups)(grid, 384 if groups == 2 else 160, (args,))
+    _scan_kernel(groups, norm, norm and silu)(grid, 384 if groups == 2 else 160, (args,))
 
 
 @cache
-def _scan_kernel(groups: int) -> Kernel:
-    front, back = _TILE + _SQUARE + groups * _SQUARE, 2 * _TILE + _SQUARE + 1024
-    shared = 2 * (front + back) + groups * _SQUARE + 1024
-    return load("delta_chunk_scan.cu", "scan", defines={"GROUPS": groups}, shared_bytes=shared + 1024)
+def _scan_kernel(groups: int, norm: bool, silu: bool) -> Kernel:
+    front, back = _TILE + _SQUARE + groups * _SQUARE, 2 * _TILE + _SQUARE + 1024 + norm * groups * _SQUARE
+    shared = 2 * (front + back) + groups * _SQUARE + 1024 + norm * 1024
+    defines = {"GROUPS": groups, "NORM": int(norm), "SILU": int(silu)}
+    return load("delta_chunk_scan.cu", "scan", defines=defines, shared_bytes=shared + 1024)
+
+
+def _norm(out_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, finish: Finish) -> None:
+    """The output norm as the second kernel does it, by itself: to the same bits."""
+    pairs, heads = out_THV.shape[0] * out_THV.shape[1], out_THV.shape[1]
+    args = _NormArgs(*_addresses(out_THV, gate_THV, weight_V), *gate_THV.stride()[:2], heads, pairs, finish.eps)
+    kernel = load("delta_norm.cu", "gated_norm", defines={"SILU": int(finish.silu)})
+    kernel((triton.cdiv(pairs, 64),), 256, (args,))
 
 
 CUDA = Kernels(local, run, run_rows)

@@ -8,8 +8,14 @@
 // The warp behind the warpgroups copies what the next chunks need. It has two places for each tile, and fills one as soon
 // as the chunk has gone past it: t, w and v of the chunk after next while o of this one is being made.
 //
-// Defines: GROUPS, warpgroups in a block (1 or 2).
+// With NORM a block has a head's 128 values (GROUPS is 2), and the gated output norm is done to o before it is written:
+// gates come along with qd, kd and a, and the warpgroups tell each other their sums of squares.
+//
+// Defines: GROUPS, warpgroups in a block (1 or 2); NORM, and SILU for it (delta_norm.cuh).
 #include "delta_chunk.cuh"
+#if NORM
+#include "delta_norm.cuh"
+#endif
 
 constexpr int STAGES = 2;
 constexpr int FRONT = QD_AT, BACK = BLOCK - QD_AT;  // bytes of w and t; of qd, kd and a, which lie behind them
@@ -22,8 +28,11 @@ struct Args {
   float *new_state, *states;
   __nv_bfloat16* out;
   const int *starts, *chunks, *slots, *start;
-  long long v_t, v_h, out_t, out_h, slot_stride, slots_stride;
+  const __nv_bfloat16* gate;
+  const float* weight;
+  long long v_t, v_h, out_t, out_h, slot_stride, slots_stride, gate_t, gate_h;
   int heads, width, num_tokens, num_chunks, span;
+  float eps;
 };
 
 struct __align__(1024) Front {
@@ -31,12 +40,18 @@ struct __align__(1024) Front {
 };
 struct __align__(1024) Back {
   unsigned char qd[TILE], kd[TILE], a[SQUARE];
+#if NORM
+  unsigned char gate[GROUPS][SQUARE];
+#endif
   float last[K];
 };
 struct __align__(1024) Shared {
   Front front[STAGES];
   Back back[STAGES];
   unsigned char out[GROUPS][SQUARE];
+#if NORM
+  float squares[2][GROUPS][C];  // of this chunk's o and, where a warpgroup still reads it, the last one's
+#endif
   u64 front_full[STAGES], front_empty[STAGES], back_full[STAGES], back_empty[STAGES];
 };
 
@@ -84,6 +99,19 @@ __device__ __forceinline__ void place(const Args& args, const Run& run, int n, i
   last = min(min(first + C, begin + args.span), run.end);
 }
 
+// This block's values of a chunk's rows, which begin ``at`` numbers into x and lie ``apart``; zeros behind the last.
+__device__ __forceinline__ void copy_values(
+    unsigned char (&to)[GROUPS][SQUARE], const __nv_bfloat16* x, long long at, long long apart, int rows, int width,
+    int lane) {
+  const __nv_bfloat16* from = x + at + blockIdx.x * (64 * GROUPS);
+#pragma unroll 8
+  for (int i = lane; i < C * 8 * GROUPS; i += 32) {
+    int row = i / (8 * GROUPS), piece = i % (8 * GROUPS);
+    bool real = row < rows && (int)(blockIdx.x * 64 * GROUPS + piece * 8) < width;
+    copy_16(shared_address(to) + piece_at<C>(row, piece), real ? from + row * apart + piece * 8 : x, real);
+  }
+}
+
 __device__ __forceinline__ void fill(const Args& args, const Run& run, Shared& shared, int head, int lane) {
   for (int n = 0; n < run.num_chunks; n++) {
     int stage = n % STAGES, parity = n / STAGES & 1 ^ 1, first, last;
@@ -95,14 +123,7 @@ __device__ __forceinline__ void fill(const Args& args, const Run& run, Shared& s
       expect(&shared.front_full[stage], FRONT);
       copy_bulk(front.w, args.tiles + block * BLOCK, FRONT, &shared.front_full[stage]);
     }
-    const __nv_bfloat16* from = args.v + first * args.v_t + head * args.v_h + blockIdx.x * (64 * GROUPS);
-    u32 to = shared_address(front.v);
-#pragma unroll 8
-    for (int i = lane; i < C * 8 * GROUPS; i += 32) {
-      int row = i / (8 * GROUPS), piece = i % (8 * GROUPS);
-      bool real = row < last - first && (int)(blockIdx.x * 64 * GROUPS + piece * 8) < args.width;
-      copy_16(to + piece_at<C>(row, piece), real ? from + row * args.v_t + piece * 8 : args.v, real);
-    }
+    copy_values(front.v, args.v, first * args.v_t + head * args.v_h, args.v_t, last - first, args.width, lane);
     barrier_arrive_behind_copies(&shared.front_full[stage]);
     Back& back = shared.back[stage];
     barrier_wait(&shared.back_empty[stage], parity);
@@ -112,6 +133,11 @@ __device__ __forceinline__ void fill(const Args& args, const Run& run, Shared& s
       copy_bulk(back.qd, args.tiles + block * BLOCK + FRONT, BACK, full);
       copy_bulk(back.last, args.last + block * K, K * 4, full);
     }
+#if NORM
+    long long gate_at = first * args.gate_t + head * args.gate_h;
+    copy_values(back.gate, args.gate, gate_at, args.gate_t, last - first, args.width, lane);
+    barrier_arrive_behind_copies(&shared.back_full[stage]);
+#endif
   }
 }
 
@@ -119,6 +145,26 @@ __device__ __forceinline__ void fill(const Args& args, const Run& run, Shared& s
 __device__ __forceinline__ int place_in_state(int n, int e, int column, int lane, int width) {
   return (8 * n + 2 * (lane & 3) + (e & 1)) * width + column + (e >> 1) * 8;
 }
+
+#if NORM
+// The norm of the four rows of o of which this thread has eight values each.
+__device__ __forceinline__ void finish_rows(
+    const Args& args, float (&squares)[GROUPS][C], uint4 (&o)[4], const uint4 (&gates)[4], int group, int thread) {
+  const float4* weights = reinterpret_cast<const float4*>(args.weight) + 16 * group + 2 * (thread & 7);
+  const float4 weight[2] = {__ldg(weights), __ldg(weights + 1)};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    float sum = squares_of(o[i]);
+    if ((thread & 7) == 0) squares[group][16 * i + (thread >> 3)] = sum;
+  }
+  named_sync(3, 128 * GROUPS);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int row = 16 * i + (thread >> 3);
+    o[i] = gated(o[i], gates[i], weight, factor_of(squares[0][row], squares[1][row], args.eps));
+  }
+}
+#endif
 
 __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& shared, int head) {
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = warp >> 2, thread = threadIdx.x & 127;
@@ -181,6 +227,13 @@ __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& s
     product_wait<0>();
     hold(s);
     hold(o);
+#if NORM
+    uint4 gates[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      gates[i] = *reinterpret_cast<uint4*>(back.gate[group] + piece_at<C>(16 * i + (thread >> 3), thread & 7));
+    __syncwarp();  // every lane has its gates before the place is given back
+#endif
     if (lane == 0) barrier_arrive(&shared.back_empty[stage]);
 
     // o, turned over through shared memory.
@@ -194,10 +247,17 @@ __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& s
                    "r"(bf16_pair(o[8 * i + 4], o[8 * i + 5])), "r"(bf16_pair(o[8 * i + 6], o[8 * i + 7])) : "memory");
     }
     named_sync(1 + group, 128);
+    uint4 turned[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      turned[i] = *reinterpret_cast<uint4*>(shared.out[group] + piece_at<C>(16 * i + (thread >> 3), thread & 7));
+#if NORM
+    finish_rows(args, shared.squares[n & 1], turned, gates, group, thread);
+#endif
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int row = 16 * i + (thread >> 3), piece = thread & 7;
-      uint4 x = *reinterpret_cast<uint4*>(shared.out[group] + piece_at<C>(row, piece));
+      uint4 x = turned[i];
       if (row < last - first && slice + piece * 8 < args.width)
         *reinterpret_cast<uint4*>(args.out + (first + row) * args.out_t + head * args.out_h + slice + piece * 8) = x;
     }
@@ -231,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS == 2 ? 384 : 160, 1) scan(co
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&shared.front_full[i], 33);
-      barrier_init(&shared.back_full[i], 1);
+      barrier_init(&shared.back_full[i], NORM ? 33 : 1);
       barrier_init(&shared.front_empty[i], 4 * GROUPS);
       barrier_init(&shared.back_empty[i], 4 * GROUPS);
     }

@@ -7,6 +7,7 @@ kernels lie 2 (3 K + 2 C) bytes a token and head for bf16 inputs.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,12 @@ import triton
 from torch import Tensor
 
 from dayzero.ops.triton.delta_chunk_local import local_channel, local_head
+from dayzero.ops.triton.delta_chunk_rows import norm_gate
 from dayzero.ops.triton.delta_chunk_scan import scan
 from dayzero.ops.triton.machine import INTERPRETED
 
 LEAST_NARROW = 64  # channels of a head from which on bf16 is multiplied as such: errors average out over a sum
+_HEADS_AT_ONCE, _TOKENS_AT_ONCE = 16, 2  # of a program of the output norm
 MOST_ROWS = 64  # tokens of a chunk: what one instruction of the matrix unit takes
 
 
@@ -121,6 +124,18 @@ class Rows:
         return self.first.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The gated output norm behind the rule. gate: raw, [T, H*V]; weight: [V], packed; silu: its activation, else the
+    sigmoid; first: the first token of the rows."""
+
+    gate_TC: Tensor
+    weight_V: Tensor
+    eps: float
+    silu: bool
+    first: int
+
+
 @functools.cache
 def tables(rows: int, narrow: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """(sums [L + 3, C, C], masks [L, C, C]) of zeros and ones (and -1) for L = log2 C, see ``delta_chunk_local``.
@@ -178,14 +193,36 @@ def run(
     return o_THV, new, states
 
 
-def run_rows(scratch: Scratch, v_THV: Tensor, out_THV: Tensor, states_NHKV: Tensor, sizes: Sizes, rows: Rows) -> None:
-    """The second kernel for packed rows: writes their tokens of ``out_THV`` and their states in the pool."""
+def run_rows(
+    scratch: Scratch, v_THV: Tensor, out_THV: Tensor, states_NHKV: Tensor, sizes: Sizes, rows: Rows, finish: Finish
+) -> None:
+    """The second kernel for packed rows, and the output norm: writes their tokens of ``out_THV``, and their states in
+    the pool."""
     part = sizes.value_slice(rows.num)
     scan[(triton.cdiv(sizes.value, part), sizes.heads, rows.num)](
         v_THV, *scratch.all(), states_NHKV, states_NHKV, None, out_THV, rows.starts, rows.chunks, rows.slots,
         rows.start, v_THV.shape[0], rows.num_chunks, *v_THV.stride(), *out_THV.stride()[:2], states_NHKV.stride(0),
         rows.slots.stride(0), RAGGED=True, OLD=True, STATES=False, **_options(sizes, part),
     )  # fmt: skip
+    normed(out_THV, finish)
+
+
+def normed(out_THV: Tensor, finish: Finish) -> None:
+    """The output norm of all tokens from the first on, in place."""
+    out_THV, gate_TC = out_THV[finish.first :], finish.gate_TC[finish.first :]
+    num_tokens, heads, width = out_THV.shape
+    padded, tokens = triton.next_power_of_2(width), _TOKENS_AT_ONCE
+    at_once, unit = min(_HEADS_AT_ONCE, triton.next_power_of_2(heads)), row_unit(gate_TC)
+    norm_gate[(triton.cdiv(heads, at_once) * triton.cdiv(num_tokens, tokens),)](
+        out_THV, gate_TC, finish.weight_V, num_tokens, gate_TC.stride(0) // unit, gate_TC.stride(1), finish.eps,
+        HEADS=heads, V=width, VP=padded, BH=at_once, BT=tokens, SILU=finish.silu, UNIT=unit, num_warps=4,
+    )  # fmt: skip
+
+
+def row_unit(*inputs_TC: Tensor) -> int:
+    """What divides the distances of their tokens, 16 at most. The compiler itself only asks whether 16 does. With 12
+    heads a joint product's rows may be multiples of 4, and one number at a time would take several times as long."""
+    return math.gcd(16, *(x.stride(0) for x in inputs_TC))
 
 
 def _options(sizes: Sizes, part: int) -> dict[str, int | bool]:

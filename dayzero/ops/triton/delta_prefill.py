@@ -7,7 +7,6 @@ for all heads and slices of the values at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,14 +16,13 @@ import triton
 from torch import Tensor
 
 from dayzero.ops.delta_paged import Kept, Raw, Weights
-from dayzero.ops.triton.delta_chunk_rows import convolve, norm_gate, plan
-from dayzero.ops.triton.delta_chunk_run import MOST_ROWS, TRITON, Gate, Kernels, Rows, Sizes
+from dayzero.ops.triton.delta_chunk_rows import convolve, plan
+from dayzero.ops.triton.delta_chunk_run import MOST_ROWS, TRITON, Finish, Gate, Kernels, Rows, Sizes, row_unit
 from dayzero.ops.triton.machine import check_machine
 
 __all__ = ["check_machine", "chunked", "delta_chunked", "prefill"]
 _CHANNELS_AT_ONCE = 1024  # of a convolution's program: 16 bytes a thread in bf16
 _CONVOLVE_REGISTERS = 128  # the most without spills, and four programs a multiprocessor
-_HEADS_AT_ONCE, _TOKENS_AT_ONCE = 16, 2  # of a program of the output norm
 
 
 def delta_chunked(
@@ -93,9 +91,8 @@ def prefill_by(
     gate = Gate(weights.a_log_H.contiguous(), weights.dt_bias.contiguous(), lower)
     rule = kernels(sizes)
     scratch = rule.local(q_TGK, k_TGK, raw.z, raw.beta_TH, sizes, rows.num_chunks, gate, rows)
-    rule.run_rows(scratch, v_THV, out_THV, kept.state_NHKV, sizes, rows)
-    first = kept.spans[first_row].first
-    _normed(out_THV[first:], raw.gate_TC[first:], weights.norm_V.contiguous(), eps, act)
+    finish = Finish(raw.gate_TC, weights.norm_V.contiguous(), eps, act == "silu", kept.spans[first_row].first)
+    rule.run_rows(scratch, v_THV, out_THV, kept.state_NHKV, sizes, rows, finish)
 
 
 def _rows_of(kept: Kept, first_row: int) -> Rows:
@@ -123,7 +120,7 @@ def _convolved(raw: Raw, weights: Weights, kept: Kept, rows: Rows) -> tuple[Tens
     if num_taps > MOST_ROWS:
         raise ValueError(f"{num_taps} taps reach over more than a chunk of {MOST_ROWS} tokens; bind the reference here")
     at_once = min(_CHANNELS_AT_ONCE, triton.next_power_of_2(max(keys, values)))
-    parts, unit = 2 * triton.cdiv(keys, at_once) + triton.cdiv(values, at_once), _unit(*inputs)
+    parts, unit = 2 * triton.cdiv(keys, at_once) + triton.cdiv(values, at_once), row_unit(*inputs)
     steps = [step for x in inputs for step in (x.stride(0) // unit, x.stride(1))]
     convolve[(parts, rows.num_chunks)](
         *inputs, *taps, *windows, *made, rows.first, rows.count, rows.row, rows.starts, rows.start, rows.slots,
@@ -133,19 +130,3 @@ def _convolved(raw: Raw, weights: Weights, kept: Kept, rows: Rows) -> tuple[Tens
     widths = (kept.state_NHKV.shape[2], kept.state_NHKV.shape[2], kept.state_NHKV.shape[3])
     q, k, v = (y.unflatten(-1, (-1, width)) for y, width in zip(made, widths, strict=True))
     return q, k, v
-
-
-def _normed(out_THV: Tensor, gate_TC: Tensor, weight_V: Tensor, eps: float, act: str) -> None:
-    num_tokens, heads, width = out_THV.shape
-    padded, tokens = triton.next_power_of_2(width), _TOKENS_AT_ONCE
-    at_once, unit = min(_HEADS_AT_ONCE, triton.next_power_of_2(heads)), _unit(gate_TC)
-    norm_gate[(triton.cdiv(heads, at_once) * triton.cdiv(num_tokens, tokens),)](
-        out_THV, gate_TC, weight_V, num_tokens, gate_TC.stride(0) // unit, gate_TC.stride(1), eps, HEADS=heads, V=width,
-        VP=padded, BH=at_once, BT=tokens, SILU=act == "silu", UNIT=unit, num_warps=4,
-    )  # fmt: skip
-
-
-def _unit(*inputs_TC: Tensor) -> int:
-    """What divides the distances of their tokens, 16 at most. The compiler itself only asks whether 16 does. With 12
-    heads a joint product's rows may be multiples of 4, and one number at a time would take several times as long."""
-    return math.gcd(16, *(x.stride(0) for x in inputs_TC))
