@@ -7,11 +7,13 @@ as many keys at once as a scratch holds. Both give the same numbers but for roun
 
 from __future__ import annotations
 
+from math import lcm
 from typing import NamedTuple
 
 LEAST_QUERIES = 128  # of a row in the expanded form: a block of them, worth launches of its own
 SCRATCH_BYTES = 256 << 20  # of expanded keys and values
 LEAST_KEYS, MOST_KEYS = 1024, 16_384  # at once, however many or few heads there are
+TILE_KEYS = 128  # that keys at once are a multiple of: sums are joined behind whole tiles
 ABSORBED_TOKENS = 2048  # of chunks in one call of the absorbed form, whose queries and results are f32 and wide
 _F32, _COPIES = 4, 4  # of the cached rows of these keys: codes, scales, what they are widened to, and the last keys'
 
@@ -39,9 +41,10 @@ def expands(count: int, start: int, widths: Widths) -> bool:
 
 
 def keys_at_once(widths: Widths, page: int = 1) -> int:
-    """Keys that are expanded at once, in bf16: a whole number of pages."""
+    """Keys that are expanded at once, in bf16: a whole number of pages, and of tiles."""
     most = SCRATCH_BYTES // (2 * widths.heads * (widths.nope + widths.value))
-    return max(page, min(MOST_KEYS, max(LEAST_KEYS, most)) // page * page)
+    unit = lcm(page, TILE_KEYS)
+    return max(unit, min(MOST_KEYS, max(LEAST_KEYS, most)) // unit * unit)
 
 
 def attend_bytes(widths: Widths, tokens: int, context: int, element: int) -> int:

@@ -10,8 +10,10 @@ import torch
 from dayzero.cache.layout import lay_out
 from dayzero.cache.views import PoolTokens, PoolViews
 from dayzero.decl import CacheNeed
-from dayzero.ops.cuda import paged_decode, paged_prefill
+from dayzero.ops.cuda import latent_prefill, paged_decode, paged_prefill
 from dayzero.ops.cuda.tensor_map import in_pieces_of_16
+from dayzero.ops.latent_forms import Widths
+from dayzero.ops.latent_steps import Expanded
 from dayzero.view import Paged, Span
 
 
@@ -68,3 +70,16 @@ def test_queries_are_packed_where_16_bytes_cannot_be_read_at_once() -> None:
     for odd in (x.transpose(1, 2), wide[..., :64], wide[..., 1:], x.flatten()[1:513].view(2, 4, 64)):
         packed = in_pieces_of_16(odd)
         assert packed.equal(odd) and packed.is_contiguous() and packed.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "joins", "taken"), [(128, True, True), (200, True, False), (200, False, True), (1, False, True)]
+)
+def test_expanded_keys_in_whole_tiles_where_sums_are_joined(rows: int, joins: bool, taken: bool) -> None:
+    widths = Widths(3, 128, 64, 512, 128)
+    q, held_LC = (torch.zeros(*sizes, dtype=torch.bfloat16) for sizes in ((5, 3, 192), (rows, 576)))
+    keys = Expanded(torch.zeros(rows, 3 * 256, dtype=torch.bfloat16), held_LC[:, 512:], 0, joins, True)
+    assert latent_prefill.takes(q, keys, widths) is taken
+    assert not latent_prefill.takes(q.float(), keys, widths)
+    assert not latent_prefill.takes(q, keys, widths._replace(value=256))
+    assert not latent_prefill.takes(q, replace(keys, shared_LP=held_LC[:, 511:575]), widths)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dayzero.engine.request import SamplingParams
-from dayzero.ops import latent
+from dayzero.ops import latent, latent_steps
 from dayzero.ops.cases_paged import paged_inputs
 from dayzero.ops.random_inputs import Inputs, strided
 from dayzero.rehearse.twin import TwinOptions, write_twin
@@ -51,9 +51,9 @@ def inputs(
 def expanded(given: dict[str, Any], number: int, widths: Widths, at_once: int, **more: Any) -> Tensor:
     rows, span = given["rows"], given["rows"].spans[number]
     out_THV = torch.full((span.count, widths.heads, widths.value), torch.nan, dtype=given["q_THD"].dtype)
-    latent_attend.expanded(
+    latent_steps.expanded(
         given["q_THD"][span.rows].contiguous(), rows, span,
-        latent_attend.Projection(given["kv_b"], widths, given["scale"]), out_THV, at_once=at_once,
+        latent_steps.Projection(given["kv_b"], widths, given["scale"]), out_THV, at_once=at_once,
         chunk=partial(latent_attend.chunk, **more),
     )  # fmt: skip
     return out_THV
@@ -93,9 +93,9 @@ MIXED = ((40, 1), (0, 1), (63, 1), (0, 37), (30, 17), (5, 2), (129, 61))
 @pytest.fixture
 def forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks from 16 tokens on are expanded, 48 keys at once; two short ones are not absorbed together."""
-    monkeypatch.setattr(latent_attend, "expands", lambda count, start, widths: count >= 16)
-    monkeypatch.setattr(latent_attend, "keys_at_once", lambda widths, page: 48)
-    monkeypatch.setattr(latent_attend, "ABSORBED_TOKENS", 6)
+    monkeypatch.setattr(latent_steps, "expands", lambda count, start, widths: count >= 16)
+    monkeypatch.setattr(latent_steps, "keys_at_once", lambda widths, page: 48)
+    monkeypatch.setattr(latent_steps, "ABSORBED_TOKENS", 6)
 
 
 @pytest.mark.usefixtures("forms")
@@ -111,21 +111,21 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     given = inputs(MIXED, Widths(3, 12, 8, 64, 20))
     together, rows = latent_attend.attend(**given), given["rows"]
     for span in rows.spans:
-        alone = latent_attend._some(rows, span.row, span.row + 1)
+        alone = latent_steps._some(rows, span.row, span.row + 1)
         got = latent_attend.attend(given["q_THD"][span.rows], alone, given["kv_b"], scale=given["scale"])
         assert torch.equal(got, together[span.rows]), span
 
 
 def test_runs_of_rows_that_are_computed_at_once() -> None:
     """Long chunks alone; rows of one token never parted; of short chunks up to ``ABSORBED_TOKENS`` with them."""
-    most = latent_attend.ABSORBED_TOKENS
+    most = latent_steps.ABSORBED_TOKENS
     rows = ((9, 1),) * (most + 3) + ((0, 100), (0, 128), (3, 127), (5000, 100), (0, 200), (0, 900)) + ((1, 100),) * 25
     spans = inputs(((9, 1),), ODD)["rows"].spans
     made, first = [], 0
     for number, (start, count) in enumerate(rows):
         made.append(type(spans[0])(number, first, count, start))
         first += count
-    runs = list(latent_attend._runs(tuple(made), KIMI))
+    runs = list(latent_steps._runs(tuple(made), KIMI))
     singles = most + 3
     large = [(True, singles + 1, singles + 2), (True, singles + 4, singles + 5), (True, singles + 5, singles + 6)]
     assert [run for run in runs if run[0]] == large
@@ -150,13 +150,13 @@ def test_an_engine_whose_prompts_are_expanded_gives_what_references_give(
         "page_tokens": 16, "max_running": 4, "max_step_tokens": 48, "prefix_cache": False, "record": True,
     }  # fmt: skip
     asked: list[tuple[int, int]] = []
-    expanding = latent_attend.expanded
+    expanding = latent_steps.expanded
 
     def noted(q_THD: Tensor, rows: Paged, span: Any, *args: Any, **more: Any) -> None:
         asked.append((span.start, span.count))
         expanding(q_THD, rows, span, *args, **more)
 
-    monkeypatch.setattr(latent_attend, "expanded", noted)
+    monkeypatch.setattr(latent_steps, "expanded", noted)
     plain = Engine(tmp_path / "twin", graphs="off", **options)
     made = Engine(tmp_path / "twin", graphs="off", bindings=(*REFERENCE, ("latent.attend", "triton")), **options)
     requests = [ask(str(n), prompt_ids(n, n), GREEDY) for n in (7, 130, 61)]

@@ -38,7 +38,10 @@ def test_where_it_turns_over_behind_a_long_history() -> None:
 
 def test_keys_fill_the_scratch_in_whole_pages() -> None:
     assert keys_at_once(KIMI, 64) == 16_384 and keys_at_once(replace_heads(128), 64) == 4096
-    assert keys_at_once(replace_heads(33), 64) % 64 == 0 and keys_at_once(KIMI, 1 << 20) == 1 << 20
+    assert (
+        keys_at_once(replace_heads(33), 64) % 128 == keys_at_once(replace_heads(33), 256) % 256 == 0
+        and keys_at_once(KIMI, 1 << 20) == 1 << 20
+    )
     assert keys_at_once(replace_heads(4), 64) == 16_384 and keys_at_once(replace_heads(1000), 64) == 1024
     assert keys_at_once(replace_heads(33)) * 2 * 33 * 256 <= SCRATCH_BYTES
 

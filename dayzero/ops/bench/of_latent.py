@@ -20,9 +20,10 @@ from dayzero.ops.bench.of_attention import CHECKED_TOKENS, PAGE, pages_of
 from dayzero.ops.bench.of_attention import Shape as PagedShape
 from dayzero.ops.bind import bind
 from dayzero.ops.contract import relative_l2
-from dayzero.ops.cuda.paged import paged
+from dayzero.ops.cuda.latent_attend import ABSORBED
 from dayzero.ops.latent_forms import Widths, keys_at_once
-from dayzero.ops.triton.latent_attend import Expanded, Sums, Tuning, attend_by, chunk
+from dayzero.ops.latent_steps import Expanded, Sums, attend_by
+from dayzero.ops.triton.latent_attend import Tuning, chunk
 from dayzero.view import Paged, Span
 
 NOPE, SHARED, RANK, VALUE = 128, 64, 512, 128
@@ -97,15 +98,14 @@ def _peers(shape: Shape) -> dict[str, Attend]:
 
 
 def _by(one: Any) -> Attend:
-    return lambda q_THD, rows, kv_b, scale: attend_by(paged, one, q_THD, rows, kv_b, scale)
+    return lambda q_THD, rows, kv_b, scale: attend_by(ABSORBED, one, q_THD, rows, kv_b, scale)
 
 
 def _absorbed(q_THD: Tensor, rows: Paged, kv_b: Tensor, scale: float) -> Tensor:
-    into, out_of = (bind(name, "bench", {name: "triton"}) for name in ("latent.queries", "latent.values"))
     w_uk_HNR, w_uv_HVR = latent.absorb.body(kv_b, q_THD.shape[1], NOPE, VALUE)
-    out_THR, _ = paged(into(q_THD, w_uk_HNR), rows.headed(), None, value_dim=RANK, scale=scale)
-    made: Tensor = out_of(out_THR, w_uv_HVR, q_THD.dtype)
-    return made
+    q_THC = ABSORBED.queries(q_THD, w_uk_HNR)
+    out_THR, _ = ABSORBED.paged(q_THC, rows.headed(), None, value_dim=RANK, scale=scale)
+    return ABSORBED.values(out_THR, w_uv_HVR, q_THD.dtype)
 
 
 def _runs(one: Attend, given: dict[str, Any]) -> bool:
@@ -151,5 +151,5 @@ def entries() -> Iterator[Entry]:
     shapes = [Shape(8192, 0, 32), Shape(16_384, 16_384, 32), Shape(8192, 24_576, 32), Shape(512, 32_768, 32)]
     shapes += [Shape(256, 32_768, 32), Shape(128, 0, 32), Shape(8192, 0, 128), Shape(8192, 24_576, 128)]
     for shape in shapes:
-        for variant in ("triton", "cuda"):
+        for variant in ("triton", "cuda_chunks"):
             yield Entry("latent.attend", variant, str(shape), partial(prepare, variant, shape))

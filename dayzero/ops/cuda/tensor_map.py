@@ -46,6 +46,12 @@ def map_of_heads(x_THD: Tensor, heads: int, tokens: int) -> TensorMap:
     return _encoded(x_THD.data_ptr(), tuple(x_THD.shape), x_THD.stride()[:2], (tokens, heads, COLUMNS))
 
 
+def map_of_rows(x_LC: Tensor, rows: int) -> TensorMap:
+    """Of x [L, C], bf16 with each row in one piece, all of which begin at 16 bytes, in boxes of 64 columns of so many
+    rows. Behind the last row a box is filled with zeros."""
+    return _encoded(x_LC.data_ptr(), tuple(x_LC.shape), x_LC.stride()[:1], (rows, COLUMNS))
+
+
 @lru_cache(maxsize=1024)
 def _encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
     """strides: in numbers, of all dimensions but the last."""
