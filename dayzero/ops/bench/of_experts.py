@@ -1,4 +1,4 @@
-"""Routed experts: the turn of MXFP4 into e4m3, the 4-bit grouped product, whole layers of three models, the router.
+"""Routed experts: the turn of MXFP4 into e4m3, the 4-bit grouped product, whole layers of four models, the router.
 
 T tokens, N chosen a token, E experts, D width, I intermediate width. Stacks repeat a few experts that are drawn at
 random, each copy in memory of its own; rows go to experts as random logits send them. A layer is checked on its last
@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dayzero.decl import Mxfp4
+from dayzero.decl import FP8_SIZE, Fp8Blocks, Mxfp4
 from dayzero.ops import experts_mxfp4
 from dayzero.ops.bench.entry import Entry, Prepared
 from dayzero.ops.bench.timing import num_rotated
 from dayzero.ops.contract import CONTRACTS, relative_l2
 from dayzero.ops.experts_fp8 import experts_fp8_128, rounded_to_fp8_128
 from dayzero.ops.experts_tables import settings_of
+from dayzero.ops.fp8_blocks import widened
 from dayzero.ops.moe import experts as plain_experts
 from dayzero.ops.moe import route as route_reference
+from dayzero.units import ceil_div
 
 DRAWN = 8  # experts drawn of a stack
 SILU = {"kind": "silu"}
@@ -38,8 +40,15 @@ def _four_bits(num: int, rows: int, columns: int) -> Mxfp4:
     return Mxfp4(codes, scales.to(torch.uint8))
 
 
+def _eight_bits(num: int, rows: int, columns: int) -> Fp8Blocks:
+    """Codes of a normal distribution whose largest fill a block, and scales as blocks of trained matrices spread."""
+    codes = torch.randn(num, rows, columns, device="cuda").mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = torch.randn(num, ceil_div(rows, FP8_SIZE), ceil_div(columns, FP8_SIZE), device="cuda")
+    return Fp8Blocks(codes, torch.exp2(scales / 2) / (100 * columns**0.5))
+
+
 @dataclass(frozen=True, slots=True)
-class _Again:
+class Again:
     """A stack that repeats the experts of a smaller one, as the reference asks for them."""
 
     drawn: Any
@@ -48,7 +57,7 @@ class _Again:
         return self.drawn[number % DRAWN]
 
 
-def _repeated(tiles: Any, num: int) -> Any:
+def repeated(tiles: Any, num: int) -> Any:
     """A packed or plain stack of ``num`` experts."""
     if isinstance(tiles, Tensor):
         return tiles.repeat(num // DRAWN, 1, 1)
@@ -61,7 +70,7 @@ def _repeated(tiles: Any, num: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """form: ``bf16`` (plain), ``w4`` (4 bits, bf16 rows) or ``w4a8`` (4 bits, rows rounded to e4m3)."""
+    """form: as ``experts_tables`` has it."""
 
     name: str
     form: str
@@ -72,30 +81,50 @@ class Layer:
     activation: Mapping[str, Any]
     bias: bool = False
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Of gate, up and down."""
+        return (self.inner, self.width), (self.inner, self.width), (self.width, self.inner)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether rows are rounded to e4m3."""
+        return self.form.endswith("a8")
+
+    def drawn(self) -> list[Any]:
+        """Stacks of a few experts."""
+        if self.form == "bf16":
+            return [torch.randn(DRAWN, *s, device="cuda").div(s[1] ** 0.5).bfloat16() for s in self.shapes]
+        make = _eight_bits if self.form.startswith("w8") else _four_bits
+        return [make(DRAWN, *s) for s in self.shapes]
+
+    def rows(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x, ids and weights of so many tokens."""
+        x = torch.randn(num_tokens, self.width, device="cuda").bfloat16()
+        ids = torch.randn(num_tokens, self.experts, device="cuda").topk(self.chosen).indices
+        return x, ids, torch.rand(num_tokens, self.chosen, device="cuda")
+
+
+EIGHT = Layer("256 experts 7168 x 2048", "w8", 256, 8, 7168, 2048, SILU)
 LAYERS = (
     Layer("256 experts 2304 x 1024", "bf16", 256, 8, 2304, 1024, SILU),
     Layer("32 experts 2880 x 2880", "w4", 32, 4, 2880, 2880, CLAMPED, True),
     Layer("896 experts 3584 x 3072", "w4", 896, 16, 3584, 3072, SITU),
     Layer("896 experts 3584 x 3072", "w4a8", 896, 16, 3584, 3072, SITU),
+    EIGHT,
+    replace(EIGHT, form="w8a8"),
 )
 
 
 def _layer(layer: Layer, num_tokens: int) -> Prepared:
     from dayzero.ops.triton import experts, experts_fp8
 
-    shapes = ((layer.inner, layer.width), (layer.inner, layer.width), (layer.width, layer.inner))
-    if layer.form == "bf16":
-        drawn: list[Any] = [torch.randn(DRAWN, *s, device="cuda").div(s[1] ** 0.5).bfloat16() for s in shapes]
-    else:
-        drawn = [_four_bits(DRAWN, *s) for s in shapes]
-    module = experts_fp8 if layer.form == "w4a8" else experts
-    contract = experts_fp8_128 if layer.form == "w4a8" else plain_experts
-    stacks = [_repeated(module.pack(stack), layer.experts) for stack in drawn]
+    drawn, shapes = layer.drawn(), layer.shapes
+    module = experts_fp8 if layer.rounds else experts
+    contract = experts_fp8_128 if layer.rounds else plain_experts
+    stacks = [repeated(module.pack(stack), layer.experts) for stack in drawn]
     biases = tuple(torch.randn(layer.experts, s[0], device="cuda").bfloat16() for s in shapes) if layer.bias else None
-    x = torch.randn(num_tokens, layer.width, device="cuda").bfloat16()
-    ids = torch.randn(num_tokens, layer.experts, device="cuda").topk(layer.chosen).indices
-    weights = torch.rand(num_tokens, layer.chosen, device="cuda")
+    x, ids, weights = layer.rows(num_tokens)
     few = slice(-2, None)
 
     def call() -> Tensor:
@@ -103,9 +132,7 @@ def _layer(layer: Layer, num_tokens: int) -> Prepared:
         return out
 
     def check() -> Mapping[str, tuple[float, float]]:
-        want = contract.body(
-            x[few], ids[few], weights[few], *(_Again(stack) for stack in drawn), layer.activation, biases
-        )
+        want = contract.body(x[few], ids[few], weights[few], *map(Again, drawn), layer.activation, biases)
         return {"last two tokens": (relative_l2(call()[few], want), CONTRACTS[contract.name].bound["bf16"].value)}
 
     expert_bytes = sum(stack.nbytes for stack in stacks) // layer.experts
@@ -114,6 +141,10 @@ def _layer(layer: Layer, num_tokens: int) -> Prepared:
     peers = {}
     if layer.form == "bf16":
         peers["torch._grouped_mm"] = [lambda: _grouped(x, ids, weights, stacks, layer.activation)]
+    if layer.form == "w8":  # what it replaces: the same decoded, which are twice the bytes
+        wide = [repeated(torch.stack([widened(stack[e]).bfloat16() for e in range(DRAWN)]), layer.experts)
+                for stack in drawn]  # fmt: skip
+        peers["decoded"] = [lambda: experts.experts(x, ids, weights, wide[0], wide[1], wide[2], layer.activation)]
     return Prepared([call], check, num_bytes, flops, peers)
 
 
@@ -164,7 +195,7 @@ def _product(form: str, rows: int) -> Prepared:
     ids = torch.arange(num, device="cuda").repeat_interleave(rows)[:, None]
     run = settings_of(form, ids.numel(), num, hardware_word(ids.device))
     by_expert = sort_by_expert(ids, num, run.rows)
-    tiles = _repeated(pack(drawn), num)
+    tiles = repeated(pack(drawn), num)
     codes, scales = quantise(x) if form == "w4a8" else (x, None)
 
     def call() -> Tensor:
@@ -177,7 +208,7 @@ def _product(form: str, rows: int) -> Prepared:
         return {"first row": (relative_l2(call()[place][None], want), 2.0**-8)}
 
     ends = torch.arange(1, num + 1, device="cuda", dtype=torch.int32) * rows
-    plain = _repeated(torch.stack([experts_mxfp4.widen(drawn[i], torch.bfloat16) for i in range(DRAWN)]), num)
+    plain = repeated(torch.stack([experts_mxfp4.widen(drawn[i], torch.bfloat16) for i in range(DRAWN)]), num)
     plain = plain.transpose(1, 2)
     peers = {"torch._grouped_mm": [lambda: torch._grouped_mm(x, plain, offs=ends)]}
     num_bytes = tiles.nbytes + x.nbytes + num * rows * tall * 2
@@ -210,7 +241,7 @@ def entries() -> Iterator[Entry]:
             name = f"product alone, 64 experts 3584 x 6144, {rows} rows each"
             yield Entry(contract, "triton", name, partial(_product, form, rows))
     for layer in LAYERS:
-        contract = "moe.experts_fp8_128" if layer.form == "w4a8" else "moe.experts"
+        contract = "moe.experts_fp8_128" if layer.rounds else "moe.experts"
         for num_tokens in (1, 16, 64, 256, 8192):
             shape = f"{layer.form} {layer.name} top {layer.chosen} T={num_tokens}"
             yield Entry(contract, "triton", shape, partial(_layer, layer, num_tokens))
