@@ -20,14 +20,12 @@ from dayzero.ops.bench.of_attention import CHECKED_TOKENS, PAGE, pages_of
 from dayzero.ops.bench.of_attention import Shape as PagedShape
 from dayzero.ops.bind import bind
 from dayzero.ops.contract import relative_l2
-from dayzero.ops.cuda.latent_attend import ABSORBED
 from dayzero.ops.latent_forms import Widths, keys_at_once
 from dayzero.ops.latent_steps import Expanded, Sums, attend_by
-from dayzero.ops.triton.latent_attend import Tuning, chunk
 from dayzero.view import Paged, Span
 
 NOPE, SHARED, RANK, VALUE = 128, 64, 512, 128
-TUNINGS = (Tuning(128, 64, 8, 2), Tuning(128, 128, 8, 2), Tuning(64, 64, 4, 3), Tuning(128, 32, 8, 4))
+TUNINGS = ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 8, 4))
 Attend = Callable[..., Tensor]
 
 
@@ -88,8 +86,10 @@ def _check(found: Mapping[str, Attend], given: dict[str, Any]) -> Mapping[str, t
 
 def _peers(shape: Shape) -> dict[str, Attend]:
     """Each as ``latent.attend``."""
+    from dayzero.ops.triton.latent_attend import Tuning, chunk
+
     out: dict[str, Attend] = {"absorbed": _absorbed}
-    for tuning in TUNINGS:
+    for tuning in (Tuning(*values) for values in TUNINGS):
         name = f"triton {tuning.block}x{tuning.tile} {tuning.warps} warps {tuning.stages} stages"
         out[name] = _by(partial(chunk, tuning=tuning))
     if keys_at_once(Widths(shape.heads, NOPE, SHARED, RANK, VALUE), PAGE) < shape.count:
@@ -98,10 +98,14 @@ def _peers(shape: Shape) -> dict[str, Attend]:
 
 
 def _by(one: Any) -> Attend:
+    from dayzero.ops.cuda.latent_attend import ABSORBED
+
     return lambda q_THD, rows, kv_b, scale: attend_by(ABSORBED, one, q_THD, rows, kv_b, scale)
 
 
 def _absorbed(q_THD: Tensor, rows: Paged, kv_b: Tensor, scale: float) -> Tensor:
+    from dayzero.ops.cuda.latent_attend import ABSORBED
+
     w_uk_HNR, w_uv_HVR = latent.absorb.body(kv_b, q_THD.shape[1], NOPE, VALUE)
     q_THC = ABSORBED.queries(q_THD, w_uk_HNR)
     out_THR, _ = ABSORBED.paged(q_THC, rows.headed(), None, value_dim=RANK, scale=scale)
