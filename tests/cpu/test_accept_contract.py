@@ -27,9 +27,9 @@ from bad_server import (
 from dayzero.acceptance.accept.http import Answer, Client, events_of
 from dayzero.acceptance.accept.service import Servers
 from dayzero.acceptance.accept.stage import Context, RunningServer, Subject
-from dayzero.acceptance.stages import contract, framing, probes
+from dayzero.acceptance.stages import asking, contract, framing, probes
 from dayzero.acceptance.stages.answers import Malformed, at
-from dayzero.acceptance.stages.asking import Checks
+from dayzero.acceptance.stages.asking import Ask, Checks
 from dayzero.acceptance.stages.refusals import problem
 
 
@@ -406,6 +406,40 @@ def test_a_broken_promise_is_found_by_the_finding_that_is_for_it(
     monkeypatch.setattr(probes, "FREED_SECONDS", 60.0 if fault.stays else 0.3)
     monkeypatch.setattr(probes, "LONGEST", 200 if fault.stays else probes.LONGEST)
     found_by(fault, check, expected, good, subject, contract.checks())
+
+
+@pytest.mark.parametrize(
+    ("spent", "verdict", "tries"),
+    [((64.0, 3.0), "pass", 2), ((64.0, 64.0, 64.0), "fail", 3), ((3.0,), "pass", 1)],
+    ids=["a client that was late once", "work that goes on", "work that ends"],
+)
+def test_clients_of_a_busy_machine_leave_more_than_once(
+    spent: tuple[float, ...], verdict: str, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model may have answered before its client can leave: that says nothing, as often as it is no rule."""
+    counter, left = [0.0], iter(spent)
+    asked: Any = SimpleNamespace(client=None, ignores_stops=True, amount=lambda *each: 1, card={"max_model_len": 320})
+
+    def leaves(ask: Any, clients: int, tokens: int) -> tuple[tuple[float, float], float]:
+        counter[0] += next(left)
+        return (0.0, 0.0), 0.1
+
+    monkeypatch.setattr(probes, "_load", lambda ask: (0.0, 0.0))
+    monkeypatch.setattr(probes, "_left", leaves)
+    monkeypatch.setattr(probes, "_settled", lambda ask: counter[0])
+    monkeypatch.setattr(probes, "read_numbers", lambda client: {probes.GENERATED: counter[0]})
+    out = Checks("t")
+    probes._cancelled(asked, out)
+    assert [(f.kind, f.verdict) for f in out.findings] == [("t.cancel.freed", "pass"), ("t.cancel.stopped", verdict)]
+    assert next(left, None) is None and len(spent) == tries
+
+
+def test_a_slow_machine_is_asked_with_patience(
+    good: RunningServer, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Ask(good, subject, timeout=500.0).client.timeout == 500.0
+    monkeypatch.setattr(asking, "PATIENCE", 10**6)
+    assert Ask(good, subject).client.timeout > 100.0, "a first answer takes more than a tenth of a millisecond"
 
 
 def test_overload_says_when_to_come_back(subject: Subject, tmp_path: Path) -> None:

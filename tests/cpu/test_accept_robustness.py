@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +25,8 @@ from starlette.routing import Route
 from dayzero.acceptance.accept.http import Answer
 from dayzero.acceptance.accept.stage import Context, StageResult, Subject
 from dayzero.acceptance.load.figures import Figures
+from dayzero.acceptance.stages import robust_ask, robust_load, robust_memory, robust_process, robust_soak, robustness
 from dayzero.acceptance.stages import robust_findings as judge
-from dayzero.acceptance.stages import robust_load, robust_memory, robust_process, robust_soak, robustness
 from dayzero.acceptance.stages.long_known import Known, look
 from dayzero.acceptance.stages.robust_ask import Asker, Completion, completion_of
 from dayzero.acceptance.stages.robust_load import Burst, Storm
@@ -137,8 +139,83 @@ def test_a_request_that_gets_no_answer_fails(tmp_path: Path) -> None:
     assert failed(soaked(Dying(reply=steady), tmp_path)) == {"robust.soak.answered": "server"}
 
 
-def test_a_server_too_slow_for_a_mixture_is_said(tmp_path: Path) -> None:
-    assert "robust.soak.mixed" in failed(soaked(Busy(reply=steady), tmp_path, seconds=0.0))
+def test_every_kind_of_request_comes_however_slow_the_server_is(tmp_path: Path) -> None:
+    with scripted(make(Busy(reply=steady, step=0.05)), tmp_path) as context:
+        known = known_of(context)
+        load = robust_soak.load_of(known, 0)
+        seen = robust_soak.soak(known, load, 0.0, list, 0.125, 0)
+    assert failed(judge.soak(seen, load, known, 0.125)) == {} and set(seen.counts) == {"answers", "left", "bad"}
+    seen.counts["left"] = 0
+    assert failed(judge.soak(seen, load, known, 0.125)) == {"robust.soak.mixed": "scheduler"}
+
+
+# --- what is slow is no fault
+
+
+@dataclass
+class Slow:
+    """Stands for an Asker: seconds an answer takes before its first token, and for each one; then for all the same."""
+
+    first: float
+    each: float
+    hiccup: float = 0.0
+
+    def complete(self, prompt: Any, tokens: int) -> Completion:
+        taken, self.hiccup = self.hiccup, 0.0
+        return Completion(200, seconds=self.first + tokens * self.each + taken)
+
+
+def test_the_pace_of_an_answer_leaves_out_what_comes_before_it() -> None:
+    assert robust_ask.pace(Slow(1.0, 0.01), [1], 1, 11) == pytest.approx(1.11 / 11 / 8)  # type: ignore[arg-type]
+    assert robust_ask.pace(Slow(0.1, 0.5), [1], 1, 11) == pytest.approx(0.5)  # type: ignore[arg-type]
+    hidden = robust_ask.pace(Slow(0.0, 0.5, hiccup=9.0), [1], 1, 11)  # type: ignore[arg-type]
+    assert hidden == pytest.approx(0.5 / 8), "no answer of a thousand tokens for a moment's sake"
+    assert robust_ask.pace(Slow(0.0, 0.0), [1], 1, 1) > 0  # type: ignore[arg-type]
+
+
+def test_a_slow_server_is_waited_for_longer() -> None:
+    asker = Asker(FakeServer("http://127.0.0.1:9"), timeout=60.0)
+    assert asker.patient(5.0) is asker and asker.patient(90.0).client.timeout == 90.0
+    alone = [Completion(200, seconds=seconds) for seconds in (40.0, 2.0, 3.0)] + [Completion(0, "none", seconds=99.0)]
+    load = robust_soak.Load([[1]] * 4, [1] * 4, alone)
+    assert robust_soak.patience(load, 20) == 2 * 4 * 20 * 3.0, "the first one may wait for a compiler"
+    assert robust_soak.patience(replace(load, alone=alone[3:]), 20) == 0.0
+    assert robustness._ready_seconds(2.0) == 120.0 and robustness._ready_seconds(400.0) == 1200.0
+
+
+def test_levels_end_where_the_queue_does() -> None:
+    levels = robustness.SIZES["release-day"].levels
+    assert robustness._levels(levels, 20) == (1, 4, 16, 20) and robustness._levels(levels, None) == levels
+
+
+def test_a_slow_client_is_no_open_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    seen = [Burst(48, Counter({200: 48}), 0, [], 1.0), Burst(48, Counter({200: 20, 429: 28}), 0, [], 9.0)]
+
+    def burst(known: Known, clients: int, seed: int, holding: int = 8) -> Burst:
+        asked.append(holding)
+        return seen[len(asked) - 1]
+
+    monkeypatch.setattr(robust_load, "burst", burst)
+    known = Known(True, Asker(FakeServer("http://127.0.0.1:9")))
+    assert failed(judge.burst(robustness._burst(known, 48, 0, 20), 20)) == {} and asked == [8, 48]
+    asked.clear()
+    seen[1] = seen[0]
+    assert failed(judge.burst(robustness._burst(known, 48, 0, 20), 20)) == {"robust.burst.refused": "server"}
+    asked.clear()
+    assert robustness._burst(known, 48, 0, None) is seen[0] and asked == [8], "its room is not known"
+
+
+def test_clients_that_left_too_late_leave_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Completion(200, tokens=(1, 2), logprobs=(-0.1, -0.1), margins=(3.0, 3.0))
+    late = Storm(60, one, one, None, {"abort": 1.0, "length": 50.0})
+    good = replace(late, ends={"abort": 50.0, "length": 1.0})
+    for rounds, verdict in (([late, good], "pass"), ([late, late, late], "fail"), ([good], "pass")):
+        left = iter(rounds)
+        monkeypatch.setattr(robust_load, "storm", lambda *given, left=left: next(left))
+        seen = robustness._storm(Known(True, Asker(FakeServer("http://127.0.0.1:9"))), 60, 0, lambda text: None)
+        assert named(judge.storm(seen, 0.0), "robust.storm.cut")[0].verdict == verdict
+        assert next(left, None) is None
 
 
 @pytest.mark.parametrize(
@@ -503,6 +580,44 @@ def test_streams_of_a_killed_engine_are_told_from_whole_ones(service: tuple[Fake
     cut = replace(seen, ends=[Completion(error="was not answered (IncompleteRead)"), *seen.ends[1:]])
     for wrong in (whole, cut):
         assert failed(judge.killed(wrong, 30.0)) == {"robust.killed.streams": "server"}
+
+
+def test_answers_that_are_over_are_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model may answer more quickly than this client looks."""
+    gate, asked = threading.Event(), list[int]()
+
+    def complete(prompt: Any, tokens: int, **more: Any) -> Completion:
+        asked.append(tokens)
+        if len(asked) > 4:
+            gate.wait(20.0)
+        return Completion(200, output_tokens=tokens)
+
+    known: Any = SimpleNamespace(asker=SimpleNamespace(complete=complete, client=None))
+    monkeypatch.setattr(robust_process, "read_numbers", lambda client: {"num_requests_running": 2.0 * (len(asked) > 4)})
+    with ThreadPoolExecutor(2) as pool:
+        streams = robust_process._begin(pool, known, [1], 2, 7)
+        assert len(asked) == 6 and not any(stream.done() for stream in streams)
+        gate.set()
+
+
+def test_whole_answers_say_nothing_of_what_happened_to_them() -> None:
+    whole, told = Completion(200, output_tokens=9), Completion(200, "the stream ended with an error: x", ended=True)
+    half = Completion(200, output_tokens=4, finish="length")
+    kinds = {
+        (whole, whole): "not applicable", (told, whole): "pass", (told, told): "pass", (told, half): "fail",
+        (whole, half): "fail",
+    }  # fmt: skip
+    for ends, verdict in kinds.items():
+        found = judge.killed(Killed([*ends], 0.5, 3.0, Difference(True), asked=9), 9.0)
+        assert named(found, "robust.killed.streams")[0].verdict == verdict, ends
+    over = Drained(whole, 9, [503], 0, 3.0, ran=False)
+    assert named(judge.drained(over, 60.0), "robust.drain.running")[0].verdict == "not applicable"
+    assert failed(judge.drained(replace(over, running=half), 60.0)) == {"robust.drain.running": "server"}
+
+
+def test_a_health_that_is_never_good_says_nothing_of_a_frozen_engine() -> None:
+    sick = Frozen(2.0, 0.1, 0.1, Difference(True), well=False)
+    assert failed(judge.frozen(sick)) == {"robust.frozen.told": "server"}
 
 
 def test_a_death_that_nobody_sees_or_survives_fails() -> None:

@@ -6,6 +6,7 @@ applicable, with its answer as the reason; what a server of this package says th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,8 @@ PROMPT_ROOM = 512  # tokens of the server's limit that are left to a prompt
 A_FEW = 24  # tokens that show whether a model reasons before it answers
 MOST_THINKING, THINKING_SECONDS = 2048, 20.0  # that are waited for, to see how long it reasons
 LAYER_OF_CODE = {"nan_logits": "operator"}  # errors that say themselves whose fault they are
+# Tokens of the longest answers, with what is reasoned before them: none takes longer than an answer of one token did.
+PATIENCE = 1000
 SERVER_LOG = "See the server's log for this request."
 # A server takes what a request leaves out from the checkpoint's generation_config.json, whose cuts are not the softmax.
 # A foreign one is told of the field that all of them know; it may refuse the others.
@@ -40,12 +43,14 @@ OURS_NEUTRAL: Mapping[str, Any] = {
 
 
 class Ask:
-    """One server, asked. why_not: for each API that it refuses, what it said. ids: it gives token ids on request.
-    ignores_stops: it takes ``ignore_eos``. ours: it is a server of this package."""
+    """One server, asked. timeout: seconds for an answer, at least; more on a machine that is slow. why_not: for each
+    API that it refuses, what it said. ids: it gives token ids on request. ignores_stops: it takes ``ignore_eos``. ours:
+    it is a server of this package."""
 
     def __init__(
         self, server: RunningServer, subject: Subject, profile: Profile = "quick", seed: int = 0, timeout: float = 60.0
     ) -> None:
+        self._quickest = math.inf
         self.client = Client(server.address, server.headers, timeout)
         self.model, self.subject, self.profile, self.seed = server.model, subject, profile, seed
         self.card = card_of(self.client.get("/v1/models").json, self.model)
@@ -57,6 +62,8 @@ class Ask:
                 self.why_not[api] = f"{PATHS[api]} answered {answer.said}"
         self.ids = self._takes("return_token_ids") is not None
         self.ignores_stops = self._takes("ignore_eos") is not None
+        if math.isfinite(self._quickest):  # a slow machine is no fault of a server's
+            self.client = Client(server.address, server.headers, max(timeout, PATIENCE * self._quickest))
 
     def _takes(self, name: str) -> Reply | None:
         """An answer with this further field; None where it is refused, or token ids are asked for and do not come."""
@@ -65,6 +72,7 @@ class Ask:
         answer = self.post(self.api, "Hi.", max_tokens=1, temperature=0, **{name: True})
         if not answer.ok:
             return None
+        self._quickest = min(self._quickest, answer.seconds)
         try:
             found = whole(answer, self.api)
         except Malformed:

@@ -13,6 +13,7 @@ from dayzero.acceptance.accept.http import Answer, Client, NoAnswer
 from dayzero.acceptance.accept.stage import RunningServer
 from dayzero.acceptance.stages.answers import PATHS, Api, Choice, Ended, Malformed, Refused, Score, streamed, whole
 
+PACE_SHARE, LEAST_PACE = 1 / 8, 1e-4
 Prompt = list[int] | str
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -62,6 +63,10 @@ class Asker:
     def __post_init__(self) -> None:
         self.client = Client(self.server.address, self.server.headers, self.timeout)
 
+    def patient(self, seconds: float) -> Asker:
+        """The same with at least so many seconds for one answer."""
+        return self if seconds <= self.timeout else replace(self, timeout=seconds)
+
     @property
     def path(self) -> str:
         return PATHS[self.api]
@@ -110,6 +115,13 @@ def at_once(work: Callable[[Item], Result], items: Iterable[Item], workers: int)
     """``work`` on all items, so many at a time; results in the order of the items."""
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(work, items))
+
+
+def pace(asker: Asker, prompt: Prompt, short: int, long: int) -> float:
+    """Seconds that one more token of an answer takes: what an answer of ``long`` tokens takes beyond one of ``short``.
+    A moment in which this machine did something else may hide it, so it is no less than PACE_SHARE of the mean."""
+    first, second = (asker.complete(prompt, count).seconds for count in (short, long))
+    return max((second - first) / max(1, long - short), PACE_SHARE * second / long, LEAST_PACE)
 
 
 def eventually(holds: Callable[[], bool], seconds: float, every: float = 0.05) -> float | None:

@@ -175,18 +175,28 @@ def _cut(seen: Storm) -> Finding:
     if not seen.exact:
         why = "the server refuses ignore_eos, so that an answer may have ended before its client left"
         return _not_applicable("storm.cut", "scheduler", claim, why)
-    cut = seen.ends["abort"]
-    whole = sum(seen.ends.get(name, 0.0) for name in ("stop", "length"))
+    cut, whole = _ended(seen)
     if not cut + whole:  # some servers have the counter, and never count a client that left
         return _not_applicable("storm.cut", "scheduler", claim, "the server counted no end of these answers")
-    wrong = cut <= CUT_SHARE * (cut + whole) and whole > WHOLE_SHARE * seen.clients
     return _finding(
-        "storm.cut", "scheduler", wrong, claim,
+        "storm.cut", "scheduler", works_on(seen), claim,
         f"{cut:.0f} answers were cut off, {whole:.0f} were made to their end for nobody, of {seen.clients} clients",
         f"more than {CUT_SHARE:.0%} cut off, or no more made to their end than for {WHOLE_SHARE:.0%} of the clients: "
         "they leave before three tenths of an answer",
         "Abort a request in the engine when its connection closes.",
     )  # fmt: skip
+
+
+def _ended(seen: Storm) -> tuple[float, float]:
+    """Answers that were cut off, and that were made to their end."""
+    return seen.ends.get("abort", 0.0), sum(seen.ends.get(name, 0.0) for name in ("stop", "length"))
+
+
+def works_on(seen: Storm) -> bool:
+    """Whether the server made answers to their end for clients that had left."""
+    cut, whole = _ended(seen)
+    told = "abort" in seen.ends and seen.exact
+    return told and cut <= CUT_SHARE * (cut + whole) and whole > WHOLE_SHARE * seen.clients
 
 
 def flood(seen: Flood) -> list[Finding]:
@@ -257,7 +267,7 @@ def scale(levels: Sequence[int], rounds: Sequence[Sequence[Figures]], exact: boo
 def burst(seen: Burst, room: int | None) -> list[Finding]:
     said = ", ".join(f"{n} x {status or 'no answer'}" for status, n in sorted(seen.statuses.items()))
     said += f" in {seen.seconds:.1f} s"
-    open_door = room is not None and seen.clients > room and not seen.statuses[429]
+    open_door = is_open(seen, room)
     return [
         _finding(
             "burst.refused", "server", bool(seen.wrong) or open_door,
@@ -271,6 +281,11 @@ def burst(seen: Burst, room: int | None) -> list[Finding]:
             f"{seen.bare} without Retry-After; {said}", "Retry-After with each 429 and 503", "Send the header.",
         ),
     ]  # fmt: skip
+
+
+def is_open(seen: Burst, room: int | None) -> bool:
+    """Whether nobody was refused though more were there than there is room for."""
+    return room is not None and seen.clients > room and not seen.statuses[429]
 
 
 # --- hurt ------------------------------------------------------------------------------------------------------------
@@ -288,12 +303,17 @@ def not_ours(why: str = "the server was not started here, so it is not ours to h
     return [_not_applicable(kind, "server", claim, why) for kind, claim in HURT.items()]
 
 
+def _over(kind: str) -> Finding:
+    return _not_applicable(kind, "server", HURT[kind], "the longest answers there are were over before it happened")
+
+
 def frozen(seen: Frozen) -> list[Finding]:
     back = "not" if seen.back is None else f"after {seen.back:.1f} s"
     return [
         _finding(
-            "frozen.told", "server", seen.seen is None, "a frozen engine shows in /health, as 503",
-            "not at all" if seen.seen is None else f"after {seen.seen:.1f} s", f"{seen.bound:.1f} s",
+            "frozen.told", "server", seen.seen is None or not seen.well, "a frozen engine shows in /health, as 503",
+            "/health was no 200 before" if not seen.well else "not at all" if seen.seen is None
+            else f"after {seen.seen:.1f} s", f"{seen.bound:.1f} s",
             "A supervisor would never restart it: health must ask for progress, not for a process.",
         ),
         _finding(
@@ -307,12 +327,17 @@ def frozen(seen: Frozen) -> list[Finding]:
 
 def killed(seen: Killed, ready_seconds: float) -> list[Finding]:
     told = [one for one in seen.ends if one.ended or one.status == 503]
-    bad = [one.error or f"{one.status}, ended as if whole ({one.finish})" for one in seen.ends if one not in told]
+    whole = [one for one in seen.ends if one.good and seen.asked and one.output_tokens == seen.asked]
+    bad = [
+        one.error or f"{one.status}, ended as if whole ({one.finish})"
+        for one in seen.ends
+        if one not in (*told, *whole)
+    ]
     sick = "not at all" if seen.sick is None else f"after {seen.sick:.1f} s"
     again = "not ready" if seen.ready is None else f"ready after {seen.ready:.1f} s"
     return [
-        _finding(
-            "killed.streams", "server", bool(bad) or not told, HURT["killed.streams"],
+        _over("killed.streams") if len(whole) == len(seen.ends) else _finding(
+            "killed.streams", "server", bool(bad), HURT["killed.streams"],
             f"{len(told)} of {len(seen.ends)} did" + (f"; {bad[0]}" if bad else ""), "an error in each stream",
             "A client must be able to tell half an answer from a whole one.", bad,
         ),
@@ -334,7 +359,7 @@ def drained(seen: Drained, seconds: float) -> list[Finding]:
     taken = seen.late[closed or 0 :].count(200)  # before, the signal had not come yet
     how = seen.running.error or f"{seen.running.output_tokens} of {seen.asked} tokens, {seen.running.finish}"
     return [
-        _finding(
+        _over("drain.running") if whole and not seen.ran else _finding(
             "drain.running", "server", not whole, HURT["drain.running"], how, f"{seen.asked} tokens",
             "Drain before anything is closed.",
         ),

@@ -20,12 +20,13 @@ from dayzero.acceptance.stages.answers import PATHS
 from dayzero.acceptance.stages.long_known import Known, limit_of
 from dayzero.acceptance.stages.metrics import read_ends
 from dayzero.acceptance.stages.perf_load import Opened, prompts_for
-from dayzero.acceptance.stages.robust_ask import Asker, Completion, at_once
+from dayzero.acceptance.stages.robust_ask import Asker, Completion, at_once, pace
 from dayzero.acceptance.stages.robust_soak import LEAVING, held, leave
 
 LEAST_OF_A_LEVEL = 3
 HOLDING, HOLD_SECONDS, BURST_TOKENS = 8, 2.0, 4  # clients of a burst whose answers take so long that the others wait
 MOST_HELD = 2000
+SLOWER = 4  # than one after another, is a burst allowed to be computed
 STORM_WORKERS, FLOOD_WORKERS = 32, 8
 PATH, CHAT = PATHS["completions"], PATHS["chat"]
 DEEP = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
@@ -66,7 +67,7 @@ def storm(known: Known, clients: int, seed: int) -> Storm:
     prompt = known.prompt(rng, min(24, limit // 4))
     longest = min(400, limit // 2)
     before = known.asker.complete(prompt, 8, logprobs=2)
-    whole = longest * known.asker.complete(prompt, 8).seconds / 8
+    whole = longest * pace(known.asker, prompt, 1, min(24, longest))
     within = (min(LEAVING[0], LEAVES_WITHIN * whole / 4), min(LEAVING[1], LEAVES_WITHIN * whole))
     deals = [random.Random(f"{seed} storm {i}") for i in range(clients)]
     begun = read_ends(known.asker.client)
@@ -95,15 +96,18 @@ class Flood:
 
 
 def flood(asker: Asker, count: int, seed: int, own: bool = True) -> Flood:
-    """Malformed requests at once, while a probe is asked again and again. own: the server is of this package."""
-    probe = "/health" if asker.status("/health") == 200 else "/v1/models"
+    """Malformed requests at once, while a probe is asked again and again. own: the server is of this package, so that
+    it has /health."""
+    probe = "/health" if own or asker.status("/health") == 200 else "/v1/models"
     sick, stop = list[str](), threading.Event()
 
     def watch() -> None:
-        while not stop.is_set():
-            status = asker.status(probe, timeout=20.0)
+        while True:  # once more behind the last request
+            over, status = stop.is_set(), asker.status(probe, timeout=20.0)
             if status != 200:
                 sick.append(f"{probe} {status or 'did not answer'}")
+            if over:
+                return
             stop.wait(0.1)
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -174,15 +178,16 @@ class Burst:
     seconds: float
 
 
-def burst(known: Known, clients: int, seed: int) -> Burst:
-    """All at once, each once; the first of them keep the others waiting."""
+def burst(known: Known, clients: int, seed: int, holding: int = HOLDING) -> Burst:
+    """All at once, each once; ``holding`` of them keep the others waiting."""
     rng, limit = random.Random(f"{seed} burst"), limit_of(known) or 1 << 30
     prompts = [known.prompt(rng, min(12, limit // 4)) for _ in range(clients)]
-    each = max(known.asker.complete(prompts[0], BURST_TOKENS).seconds / BURST_TOKENS, 1e-4)
+    each = pace(known.asker, prompts[0], 1, min(2 * BURST_TOKENS, limit // 2))
     long = max(BURST_TOKENS, min(round(HOLD_SECONDS / each), limit // 2, MOST_HELD))
-    asked = [(prompt, long if i < HOLDING else min(BURST_TOKENS, limit // 2)) for i, prompt in enumerate(prompts)]
+    asked = [(prompt, long if i < holding else min(BURST_TOKENS, limit // 2)) for i, prompt in enumerate(prompts)]
+    asker = known.asker.patient(SLOWER * each * sum(tokens for _, tokens in asked))
     began = time.monotonic()
-    seen = at_once(lambda one: known.asker.complete(*one), asked, clients)
+    seen = at_once(lambda one: asker.complete(*one), asked, clients)
     refused = [one for one in seen if one.status in (429, 503)]
     bare = sum("retry-after" not in (one.headers or {}) for one in refused)
     wrong = [one.error for one in seen if not one.good and one.status != 429]

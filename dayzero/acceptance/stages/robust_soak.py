@@ -7,6 +7,7 @@ requests. Each answer is held against what the same prompt got alone before the 
 from __future__ import annotations
 
 import random
+import statistics
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,11 @@ from dayzero.acceptance.stages.robust_same import difference
 
 NUM_PROMPTS, NUM_CLIENTS, SAMPLE_SECONDS, SETTLE_SECONDS = 12, 8, 0.2, 20.0
 LONGER = 4
+# Of one number drawn from 0 to 1: below the first a bad request, then a client that leaves, a stream, a whole answer.
+BAD_ONES, LEAVERS, STREAMED = 0.1, 0.3, 0.65
+FIRST = (0.0, BAD_ONES, LEAVERS, STREAMED)  # of each client's first request: all kinds come, however slow the server is
+LEAVERS_TOKENS = 4  # times as many as an answer has that somebody waits for
+SETTLE_SHARE = 1 / 6  # of the time that one answer is given
 SHARED_TOKENS, OWN_TOKENS = 90, 60
 USER = {"role": "user", "content": "x"}
 BAD: Mapping[Api, tuple[Mapping[str, Any], ...]] = {
@@ -94,12 +100,20 @@ def load_of(known: Known, seed: int, told: Callable[[str], None] = lambda text: 
     return Load(prompts, sizes, alone, bad_requests(known))
 
 
+def patience(load: Load, room: int) -> float:
+    """Seconds in which any answer of the load has come from a sound server, however slow: as if all that it has room
+    for, as long as those of clients that leave, were computed before it one after another. By the median of what
+    answers take alone, twice, since the first ones may wait for kernels that are compiled."""
+    alone = [one.seconds for one in load.alone if one.good]
+    return 2 * LEAVERS_TOKENS * room * statistics.median(alone) if alone else 0.0
+
+
 def soak(known: Known, load: Load, seconds: float, memory: Callable[[], list[int]], bound: float, seed: int) -> Soak:
     """Ask for so long, and on a busy machine up to LONGER times that, until there are samples enough for a slope.
     memory: resident bytes of the server's processes. bound: of ``robust_same.difference``."""
     out, lock, stop = Soak(), threading.Lock(), threading.Event()
     clients = [
-        threading.Thread(target=_client, args=(known.asker, load, out, (lock, stop), bound, f"{seed} {i}"), daemon=True)
+        threading.Thread(target=_client, args=(known.asker, load, out, (lock, stop), bound, seed, i), daemon=True)
         for i in range(NUM_CLIENTS)
     ]
     began = time.monotonic()
@@ -118,24 +132,34 @@ def soak(known: Known, load: Load, seconds: float, memory: Callable[[], list[int
 
 
 def _client(
-    asker: Asker, load: Load, out: Soak, sync: tuple[threading.Lock, threading.Event], bound: float, seed: str
+    asker: Asker,
+    load: Load,
+    out: Soak,
+    sync: tuple[threading.Lock, threading.Event],
+    bound: float,
+    seed: int,
+    number: int,
 ) -> None:
-    deal, (lock, stop) = random.Random(seed), sync
-    while not stop.is_set():
-        which, kind = deal.randrange(len(load.prompts)), deal.random()
+    deal, (lock, stop) = random.Random(f"{seed} {number}"), sync
+    kind = FIRST[number % len(FIRST)]
+    while True:
+        which = deal.randrange(len(load.prompts))
         prompt, size = load.prompts[which], load.sizes[which]
-        if kind < 0.1:
+        if kind < BAD_ONES:
             bad = asker.send({**asker.body("x", 1), **deal.choice(load.bad)})
             with lock:
                 out.counts["bad"] += 1
                 if not 400 <= bad.status < 500:
                     out.not_refused.append(f"a bad request got {bad.status}: {bad.error or bad.text}"[:300])
-        elif kind < 0.3:
-            leave(asker, prompt, 4 * size, deal)
+        elif kind < LEAVERS:
+            leave(asker, prompt, LEAVERS_TOKENS * size, deal)
             with lock:
                 out.counts["left"] += 1
         else:
-            _ask(asker, load, which, kind < 0.65, (out, lock, bound))
+            _ask(asker, load, which, kind < STREAMED, (out, lock, bound))
+        if stop.is_set():
+            return
+        kind = deal.random()
 
 
 def _ask(asker: Asker, load: Load, which: int, stream: bool, into: tuple[Soak, threading.Lock, float]) -> None:
@@ -173,9 +197,11 @@ def leave(
 # --- what is held ----------------------------------------------------------------------------------------------------
 
 
-def held(asker: Asker, seconds: float = SETTLE_SECONDS) -> dict[str, float] | None:
-    """What is still held once the load has ended and ``seconds`` were given: all zero when it is as it should be. None
-    where the server does not say, which is known at once."""
+def held(asker: Asker, seconds: float | None = None) -> dict[str, float] | None:
+    """What is still held once the load has ended and ``seconds`` were given (None: SETTLE_SECONDS, more where answers
+    are waited for longer): all zero when it is as it should be. None where the server does not say, which is known at
+    once."""
+    given = max(SETTLE_SECONDS, SETTLE_SHARE * asker.timeout) if seconds is None else seconds
     last: dict[str, float] = {}
 
     def nothing() -> bool:
@@ -186,7 +212,7 @@ def held(asker: Asker, seconds: float = SETTLE_SECONDS) -> dict[str, float] | No
 
     if nothing() or not last:
         return last or None
-    eventually(nothing, seconds, every=0.2)
+    eventually(nothing, given, every=0.2)
     return last or None
 
 

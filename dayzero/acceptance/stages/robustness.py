@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dayzero.acceptance.accept.stage import Context, Figure, Profile, RunningServer, Stage, StageResult
@@ -26,6 +26,7 @@ STEP_TOKENS = 32  # short steps: few sizes to warm up, and what counts as frozen
 WARM_ROUNDS, WARM_SECONDS = 2, 10.0  # a further round is asked where the first was quick
 MORE_ROUNDS = 2  # of levels, where the first one falls off a cliff
 LEAST_POOL = 2 << 20
+READY_SECONDS, READY_STARTS = 120.0, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +56,30 @@ def run(context: Context) -> StageResult:
     size = SIZES[context.profile]
     with context.progress("robustness") as bar:
         if not context.services.own:
-            known = look(context, context.services.shared(), size.timeout)
-            load = robust_soak.load_of(known, context.seed, bar.note, size.longer)
-            soak, found, facts = _loaded(context, context.services.shared(), known, load, bar.note)
+            server = context.services.shared()
+            known, load = _known(context, server, bar.note)
+            soak, found, facts = _loaded(context, server, known, load, bar.note)
             found += judge.not_ours()
         else:
             bar.note("starting a server of its own")
             with contextlib.ExitStack() as stack:
+                began = time.monotonic()
                 server, small = _started(context, size, stack)
-                known = look(context, server, size.timeout)
-                load = robust_soak.load_of(known, context.seed, bar.note, size.longer)
+                started = time.monotonic() - began
+                known, load = _known(context, server, bar.note)
                 soak, found, facts = _loaded(context, server, known, load, bar.note, small)
-                found += _hurt(server, known, load, bar.note)
+                found += _hurt(server, known, load, started, bar.note)
             bar.note("starting it again")
             found.append(_again(context, size, load))
     return StageResult(tuple(found), tuple(figures(soak)), facts, samples(soak))
+
+
+def _known(context: Context, server: RunningServer, told: Callable[[str], None]) -> tuple[Known, Load]:
+    """The server, asked with the patience that what it needs for single answers calls for; and the load."""
+    size = SIZES[context.profile]
+    known = look(context, server, size.timeout)
+    load = robust_soak.load_of(known, context.seed, told, size.longer)
+    return replace(known, asker=known.asker.patient(robust_soak.patience(load, RUNNING + WAITING))), load
 
 
 def _started(context: Context, size: Size, stack: contextlib.ExitStack) -> tuple[RunningServer, bool]:
@@ -105,18 +115,19 @@ def _loaded(
     size, seed, bound = SIZES[context.profile], context.seed, 0.0 if known.reference else bound_of(known.dtype)
     longest = _longest(known, seed) if small else None
     told(f"{size.storm} clients that vanish")
-    found = judge.storm(robust_load.storm(known, size.storm, seed), bound)
+    found = judge.storm(_storm(known, size.storm, seed, told), bound)
     told(f"{size.flood} malformed requests")
     found += judge.flood(robust_load.flood(known.asker, size.flood, seed, known.own))
     told("more and more at once")
-    rounds = robust_load.scale(server, known, size.levels, size.timeout, seed)
-    if known.exact and judge.falls(size.levels, rounds):  # one look at a busy machine is no cliff
-        told("more and more at once, again")
-        rounds += robust_load.scale(server, known, size.levels, size.timeout, seed + 1, MORE_ROUNDS)
-    found += judge.scale(size.levels, rounds, known.exact)
-    told(f"{size.burst} requests in one burst")
     room = RUNNING + WAITING if context.services.own else None
-    found += judge.burst(robust_load.burst(known, size.burst, seed), room)
+    levels = _levels(size.levels, room)
+    rounds = robust_load.scale(server, known, levels, known.asker.timeout, seed)
+    if known.exact and judge.falls(levels, rounds):  # one look at a busy machine is no cliff
+        told("more and more at once, again")
+        rounds += robust_load.scale(server, known, levels, known.asker.timeout, seed + 1, MORE_ROUNDS)
+    found += judge.scale(levels, rounds, known.exact)
+    told(f"{size.burst} requests in one burst")
+    found += judge.burst(_burst(known, size.burst, seed, room), room)
     if small:
         told("a step of every size")
         found.append(_warm(context, server, known))
@@ -131,6 +142,29 @@ def _loaded(
         "bound": bound, "pool_tokens": known.pool_tokens,
     }  # fmt: skip
     return soak, found, facts
+
+
+def _storm(known: Known, clients: int, seed: int, told: Callable[[str], None]) -> robust_load.Storm:
+    """Once more where it seems that the server works on: clients of a busy machine may have left too late."""
+    seen = robust_load.storm(known, clients, seed)
+    for again in range(1, MORE_ROUNDS + 1):
+        if not judge.works_on(seen):
+            break
+        told(f"{clients} clients that vanish, again")
+        seen = robust_load.storm(known, clients, seed + again)
+    return seen
+
+
+def _burst(known: Known, clients: int, seed: int, room: int | None) -> robust_load.Burst:
+    """Once more, with long answers alone, where nobody was refused: a client that is slower than its server does not
+    have so many under way at once."""
+    seen = robust_load.burst(known, clients, seed)
+    return robust_load.burst(known, clients, seed + 1, clients) if judge.is_open(seen, room) else seen
+
+
+def _levels(levels: tuple[int, ...], room: int | None) -> tuple[int, ...]:
+    """As far as the queue holds them: what is beyond it is refused, which ``burst`` looks at."""
+    return levels if room is None else tuple(dict.fromkeys(min(number, room) for number in levels))
 
 
 def _warm(context: Context, server: RunningServer, known: Known) -> Finding:
@@ -157,8 +191,10 @@ def _longest(known: Known, seed: int) -> str:
     return answer.error
 
 
-def _hurt(server: RunningServer, known: Known, load: Load, told: Callable[[str], None]) -> list[Finding]:
-    """Freeze, kill and drain, in this order: nothing lives behind the last."""
+def _hurt(
+    server: RunningServer, known: Known, load: Load, started: float, told: Callable[[str], None]
+) -> list[Finding]:
+    """Freeze, kill and drain, in this order: nothing lives behind the last. started: seconds that its start took."""
     bound = 0.0 if known.reference else bound_of(known.dtype)
     case = (load.prompts[2], load.alone[2])
     if not case[1].good or len(server.process_ids) < 2:
@@ -167,17 +203,17 @@ def _hurt(server: RunningServer, known: Known, load: Load, told: Callable[[str],
     found = judge.frozen(robust_process.freeze(server, known, case, STALL_SECONDS, bound))
     told("the engine killed")
     began = time.monotonic()
-    killed = robust_process.kill(server, known, case, bound, _ready_seconds(known))
-    found += judge.killed(killed, _ready_seconds(known))
+    ready = _ready_seconds(started)
+    found += judge.killed(robust_process.kill(server, known, case, bound, ready), ready)
     told(f"back after {time.monotonic() - began:.0f} seconds; draining")
     return found + judge.drained(
         robust_process.drain(server, known, load.prompts[0], DRAIN_SECONDS + 15), DRAIN_SECONDS
     )
 
 
-def _ready_seconds(known: Known) -> float:
-    """Time for the engine to be started again: reading weights takes as long as it does, but not for ever."""
-    return max(120.0, 2 * known.asker.timeout)
+def _ready_seconds(started: float) -> float:
+    """Time for the engine to be started again: reading weights takes as long as it did, or a few times that."""
+    return max(READY_SECONDS, READY_STARTS * started)
 
 
 def _again(context: Context, size: Size, load: Load) -> Finding:

@@ -148,7 +148,7 @@ def _robustness(context: Context, chosen: tuple[str, ...], trace: Path | None) -
         patches.setattr(robustness, "_longest", lambda *given: "left out")
         for module in (robust_soak, robust_load):
             patches.setattr(module, "held", partial(robust_soak.held, seconds=FREED_SECONDS))
-        patches.setattr(robustness, "_ready_seconds", lambda known: READY_SECONDS)
+        patches.setattr(robustness, "_ready_seconds", lambda started: READY_SECONDS)
         patches.setattr(robustness, "_again", lambda *given: LEFT_OUT)
         if "load" not in chosen:
             patches.setattr(robustness, "_loaded", lambda *given: (robust_soak.Soak(seconds=1.0), [], {}))
