@@ -1,4 +1,4 @@
-"""The operators' table: its rows exist, figures are held to goals, what ends its process ends nothing else."""
+"""The operators' table: figures are held to goals, what ends its process ends nothing else."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dayzero.ops.bench.__main__ import entries, main, run
+from dayzero.ops.bench.__main__ import run
 from dayzero.ops.bench.apart import run_apart
 from dayzero.ops.bench.entry import Entry, Prepared
-from dayzero.ops.bench.goals import ROWS, Goal, table
+from dayzero.ops.bench.goals import Goal, table
 from dayzero.ops.bench.timing import Time
 
 FOUND: dict[str, Any] = {
@@ -35,12 +35,6 @@ for name in names:
     made.append({"name": name, "right": "wrong" not in name}); write(False)
 write(True); sys.exit(1)
 """
-
-
-def test_every_row_is_an_entry() -> None:
-    assert set(ROWS) <= {entry.name for entry in entries()}
-    assert main(["--table", "--list"]) == 0
-    assert main(["--named", "moe.route/none T=1", "--list"]) == 2
 
 
 @pytest.mark.parametrize(
