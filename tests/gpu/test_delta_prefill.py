@@ -145,16 +145,17 @@ def test_convolutions_at_true_width(heads: int, more: int) -> None:
     check_convolutions(true_size(((0, 700), (9, 1), (7, 64), (0, 2), (70, 129), (5, 1030)), heads, None, more))
 
 
-@pytest.mark.parametrize("variant, norm", [("triton", 0), ("cuda", 0), ("cuda", 1)])
+@pytest.mark.parametrize("variant, tried", [("triton", ""), ("cuda", ""), ("cuda", "NORM"), ("cuda", "APART")])
 @pytest.mark.parametrize("act", ["silu", "sigmoid"])
 @pytest.mark.parametrize("heads, lower", [(96, -5.0), (32, None)])
 def test_rows_at_true_width_are_rows_alone_and_right(
-    monkeypatch: pytest.MonkeyPatch, variant: str, norm: int, act: str, heads: int, lower: float | None
+    monkeypatch: pytest.MonkeyPatch, variant: str, tried: str, act: str, heads: int, lower: float | None
 ) -> None:
     """32 heads alone are scanned by other blocks of threads than beside other rows."""
     from dayzero.ops.cuda.delta_chunk import TRIED
 
-    monkeypatch.setitem(TRIED, "NORM", norm)
+    for word in TRIED:
+        monkeypatch.setitem(TRIED, word, int(word == tried))
     made_here = true_size(((0, 130), (7, 64), (0, 2), (70, 200), (3, 63)), heads, lower) | {"act": act}
     want = moved(made_here, "cuda")
     close(check_alone(paged_by(variant), made_here), CONTRACTS["recurrence.paged"].body(**want), BOUND)
@@ -164,3 +165,14 @@ def test_rows_at_true_width_are_rows_alone_and_right(
 @pytest.mark.parametrize("heads, lower", [(96, -5.0), (32, None)])
 def test_a_prompt_in_pieces_leaves_the_same(variant: str, heads: int, lower: float | None) -> None:
     check_pieces(paged_by(variant), true_size(((64, 1000),), heads, lower), (0, 64, 640, 1000))
+
+
+@pytest.mark.parametrize("chunk", [64, 100])
+def test_outputs_made_apart_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    from dayzero.ops.cuda.delta_chunk import TRIED
+
+    given = made(1000, 2, 2, "mixed")
+    want = rule("cuda")(*given, chunk=chunk)
+    monkeypatch.setitem(TRIED, "APART", 1)
+    for one, two in zip(rule("cuda")(*given, chunk=chunk), want, strict=True):
+        assert torch.equal(one, two)

@@ -24,7 +24,8 @@ from dayzero.ops.triton.machine import num_processors
 __all__ = ["CUDA", "check_machine", "delta_chunked", "prefill"]
 WIDTH, ROWS = 128, 64
 # NORM: the output norm where o is made; where a block has half a head only, in a kernel that adds up the same way.
-TRIED = {"NORM": 0}
+# APART: in such a block, o by a warpgroup of its own. Either gives the bits that the other paths give.
+TRIED = {"NORM": 0, "APART": 0}
 _TILE, _SQUARE = ROWS * WIDTH * 2, ROWS * ROWS * 2
 _BLOCK = 3 * _TILE + 2 * _SQUARE  # bytes between the kernels, of a chunk and head
 _CALM = -5.06  # 16 tokens of such a log-decay together stay above 2^-117
@@ -147,15 +148,17 @@ def _groups(sizes: Sizes, num_rows: int) -> int:
 
 def _scan(args: Any, sizes: Sizes, num_rows: int, norm: bool = False, silu: bool = False) -> None:
     groups = _groups(sizes, num_rows)
+    apart = bool(TRIED["APART"]) and groups == 1
     grid = (triton.cdiv(sizes.value, 64 * groups), sizes.heads, num_rows)
-    _scan_kernel(groups, norm, norm and silu)(grid, 384 if groups == 2 else 160, (args,))
+    threads = 384 if groups == 2 else 288 if apart else 160
+    _scan_kernel(groups, apart, norm, norm and silu)(grid, threads, (args,))
 
 
 @cache
-def _scan_kernel(groups: int, norm: bool, silu: bool) -> Kernel:
+def _scan_kernel(groups: int, apart: bool, norm: bool, silu: bool) -> Kernel:
     front, back = _TILE + _SQUARE + groups * _SQUARE, 2 * _TILE + _SQUARE + 1024 + norm * groups * _SQUARE
-    shared = 2 * (front + back) + groups * _SQUARE + 1024 + norm * 1024
-    defines = {"GROUPS": groups, "NORM": int(norm), "SILU": int(silu)}
+    shared = 2 * (front + back + apart * (_TILE + _SQUARE)) + groups * _SQUARE + 1024 + norm * 1024
+    defines = {"GROUPS": groups, "APART": int(apart), "NORM": int(norm), "SILU": int(silu)}
     return load("delta_chunk_scan.cu", "scan", defines=defines, shared_bytes=shared + 1024)
 
 

@@ -11,7 +11,10 @@
 // With NORM a block has a head's 128 values (GROUPS is 2), and the gated output norm is done to o before it is written:
 // gates come along with qd, kd and a, and the warpgroups tell each other their sums of squares.
 //
-// Defines: GROUPS, warpgroups in a block (1 or 2); NORM, and SILU for it (delta_norm.cuh).
+// With APART (GROUPS is 1) one warpgroup goes from state to state, and a second one, to which it leaves S^T and u^T in
+// shared memory, makes and writes o: the same products in the same order, off the way from chunk to chunk.
+//
+// Defines: GROUPS, warpgroups in a block (1 or 2); APART; NORM, and SILU for it (delta_norm.cuh).
 #include "delta_chunk.cuh"
 #if NORM
 #include "delta_norm.cuh"
@@ -45,12 +48,21 @@ struct __align__(1024) Back {
 #endif
   float last[K];
 };
+#if APART
+struct __align__(1024) Middle {
+  unsigned char s[TILE], u[SQUARE];
+};
+#endif
 struct __align__(1024) Shared {
   Front front[STAGES];
   Back back[STAGES];
   unsigned char out[GROUPS][SQUARE];
 #if NORM
   float squares[2][GROUPS][C];  // of this chunk's o and, where a warpgroup still reads it, the last one's
+#endif
+#if APART
+  Middle middle[STAGES];
+  u64 middle_full[STAGES], middle_empty[STAGES];
 #endif
   u64 front_full[STAGES], front_empty[STAGES], back_full[STAGES], back_empty[STAGES];
 };
@@ -166,8 +178,47 @@ __device__ __forceinline__ void finish_rows(
 }
 #endif
 
+__device__ __forceinline__ void decay_state(float (&s)[64], const float* last, int lane) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    float2 decay = *reinterpret_cast<const float2*>(&last[8 * i + 2 * (lane & 3)]);
+    s[4 * i] *= decay.x, s[4 * i + 1] *= decay.y, s[4 * i + 2] *= decay.x, s[4 * i + 3] *= decay.y;
+  }
+}
+
+// o of a chunk, turned over through shared memory, into its rows.
+__device__ __forceinline__ void put_rows(const Args& args, Shared& shared, const float (&o)[32], const uint4 (&gates)[4],
+                                         int n, int first, int rows, int head) {
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, thread = threadIdx.x & 127, group = GROUPS == 2 ? warp >> 2 : 0;
+  int slice = blockIdx.x * (64 * GROUPS) + group * 64;
+  named_sync(1 + group, 128);  // the last chunk's has been read
+  u32 out_at = shared_address(shared.out[group]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int row = 16 * i + (lane & 7) + (lane >> 4 << 3), piece = 2 * (warp & 3) + (lane >> 3 & 1);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(out_at + piece_at<C>(row, piece)),
+                 "r"(bf16_pair(o[8 * i], o[8 * i + 1])), "r"(bf16_pair(o[8 * i + 2], o[8 * i + 3])),
+                 "r"(bf16_pair(o[8 * i + 4], o[8 * i + 5])), "r"(bf16_pair(o[8 * i + 6], o[8 * i + 7])) : "memory");
+  }
+  named_sync(1 + group, 128);
+  uint4 turned[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    turned[i] = *reinterpret_cast<uint4*>(shared.out[group] + piece_at<C>(16 * i + (thread >> 3), thread & 7));
+#if NORM
+  finish_rows(args, shared.squares[n & 1], turned, gates, group, thread);
+#endif
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int row = 16 * i + (thread >> 3), piece = thread & 7;
+    uint4 x = turned[i];
+    if (row < rows && slice + piece * 8 < args.width)
+      *reinterpret_cast<uint4*>(args.out + (first + row) * args.out_t + head * args.out_h + slice + piece * 8) = x;
+  }
+}
+
 __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& shared, int head) {
-  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = warp >> 2, thread = threadIdx.x & 127;
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = warp >> 2;
   int slice = blockIdx.x * (64 * GROUPS) + group * 64, column = slice + 16 * (warp & 3) + (lane >> 2);
   bool real = slice < args.width;
   long long state_at = (long long)head * (K * args.width), slot_at = run.slot * args.slot_stride;
@@ -187,10 +238,13 @@ __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& s
     for (int i = 0; i < 32; i++) low[i] = bf16_pair(s[2 * i], s[2 * i + 1]);
     barrier_wait(&shared.front_full[stage], parity);
     shared_fence();
-    float u[32], o[32];
+    float u[32];
     u32 v_low = opaque(tile_low(shared_address(front.v[group]), 1024)), t_low = opaque(tile_low(shared_address(front.t), 1024));
-    u32 w_low = opaque(tile_low(shared_address(front.w), 1024)), qd_low = opaque(tile_low(shared_address(back.qd), 1024));
-    u32 a_low = opaque(tile_low(shared_address(back.a), 1024)), kd_low = opaque(tile_low(shared_address(back.kd), TILE / 2));
+    u32 w_low = opaque(tile_low(shared_address(front.w), 1024)), kd_low = opaque(tile_low(shared_address(back.kd), TILE / 2));
+#if !APART
+    float o[32];
+    u32 qd_low = opaque(tile_low(shared_address(back.qd), 1024)), a_low = opaque(tile_low(shared_address(back.a), 1024));
+#endif
     product_fence();
 #pragma unroll
     for (int step = 0; step < 4; step++)
@@ -199,36 +253,55 @@ __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& s
     for (int step = 0; step < 8; step++)
       product_64x64(u, low + 4 * step, descriptor(w_low + (step >> 2) * (TILE / 32) + (step & 3) * 2), 1);
     product_commit();
+#if APART
+    Middle& middle = shared.middle[stage];
+    barrier_wait(&shared.middle_empty[stage], parity ^ 1);
+    store_square(shared_address(middle.s), reinterpret_cast<const u32(&)[16]>(low[0]), warp, lane);
+    store_square(shared_address(middle.s) + SQUARE, reinterpret_cast<const u32(&)[16]>(low[16]), warp, lane);
+#endif
     barrier_wait(&shared.back_full[stage], parity);
+#if !APART
     product_fence();
 #pragma unroll
     for (int step = 0; step < 8; step++)
       product_64x64(o, low + 4 * step, descriptor(qd_low + (step >> 2) * (TILE / 32) + (step & 3) * 2), step > 0);
     product_commit();
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      float2 decay = *reinterpret_cast<float2*>(&back.last[8 * i + 2 * (lane & 3)]);
-      s[4 * i] *= decay.x, s[4 * i + 1] *= decay.y, s[4 * i + 2] *= decay.x, s[4 * i + 3] *= decay.y;
-    }
+#endif
+#if APART
+    product_wait<0>();
+    decay_state(s, back.last, lane);  // ahead of that wait the compiler would end each product before the next begins
+#else
+    decay_state(s, back.last, lane);
     product_wait<1>();
+#endif
     hold(u);
     if (lane == 0) barrier_arrive(&shared.front_empty[stage]);
     u32 update[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) update[i] = bf16_pair(u[2 * i], u[2 * i + 1]);
+#if APART
+    store_square(shared_address(middle.u), update, warp, lane);
+    shared_fence();
+    barrier_arrive(&shared.middle_full[stage]);
+#endif
     hold(s);
     product_fence();
 #pragma unroll
     for (int step = 0; step < 4; step++) product_64x128(s, update + 4 * step, descriptor(kd_low + step * 128));
     product_commit();
+#if !APART
 #pragma unroll
     for (int step = 0; step < 4; step++) product_64x64(o, update + 4 * step, descriptor(a_low + step * 2), 1);
     product_commit();
+#endif
     product_wait<0>();
     hold(s);
+#if !APART
     hold(o);
-#if NORM
     uint4 gates[4];
+#endif
+#if NORM
+    int thread = threadIdx.x & 127;
 #pragma unroll
     for (int i = 0; i < 4; i++)
       gates[i] = *reinterpret_cast<uint4*>(back.gate[group] + piece_at<C>(16 * i + (thread >> 3), thread & 7));
@@ -236,31 +309,9 @@ __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& s
 #endif
     if (lane == 0) barrier_arrive(&shared.back_empty[stage]);
 
-    // o, turned over through shared memory.
-    named_sync(1 + group, 128);  // the last chunk's has been read
-    u32 out_at = shared_address(shared.out[group]);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int row = 16 * i + (lane & 7) + (lane >> 4 << 3), piece = 2 * (warp & 3) + (lane >> 3 & 1);
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(out_at + piece_at<C>(row, piece)),
-                   "r"(bf16_pair(o[8 * i], o[8 * i + 1])), "r"(bf16_pair(o[8 * i + 2], o[8 * i + 3])),
-                   "r"(bf16_pair(o[8 * i + 4], o[8 * i + 5])), "r"(bf16_pair(o[8 * i + 6], o[8 * i + 7])) : "memory");
-    }
-    named_sync(1 + group, 128);
-    uint4 turned[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      turned[i] = *reinterpret_cast<uint4*>(shared.out[group] + piece_at<C>(16 * i + (thread >> 3), thread & 7));
-#if NORM
-    finish_rows(args, shared.squares[n & 1], turned, gates, group, thread);
+#if !APART
+    put_rows(args, shared, o, gates, n, first, last - first, head);
 #endif
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int row = 16 * i + (thread >> 3), piece = thread & 7;
-      uint4 x = turned[i];
-      if (row < last - first && slice + piece * 8 < args.width)
-        *reinterpret_cast<uint4*>(args.out + (first + row) * args.out_t + head * args.out_h + slice + piece * 8) = x;
-    }
     if (args.states && real) {
       int per = (args.span + C - 1) / C;
       if (n % per == per - 1 || n == run.num_chunks - 1) {
@@ -276,8 +327,42 @@ __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& s
       args.new_state[slot_at + state_at + place_in_state(i >> 2, i & 3, column, lane, args.width)] = s[i];
 }
 
+#if APART
+// The second warpgroup: o = S^T qd^T + u^T a^T, with what the first has left.
+__device__ __forceinline__ void put_all(const Args& args, const Run& run, Shared& shared, int head) {
+  int lane = threadIdx.x & 31;
+  for (int n = 0; n < run.num_chunks; n++) {
+    int stage = n % STAGES, parity = n / STAGES & 1, first, last;
+    place(args, run, n, first, last);
+    Middle& middle = shared.middle[stage];
+    Back& back = shared.back[stage];
+    u32 s_low = opaque(tile_low(shared_address(middle.s), 1024)), u_low = opaque(tile_low(shared_address(middle.u), 1024));
+    u32 qd_low = opaque(tile_low(shared_address(back.qd), 1024)), a_low = opaque(tile_low(shared_address(back.a), 1024));
+    float o[32];
+    const uint4 gates[4] = {};
+    barrier_wait(&shared.middle_full[stage], parity);
+    barrier_wait(&shared.back_full[stage], parity);
+    product_fence();
+#pragma unroll
+    for (int step = 0; step < 8; step++) {
+      u32 at = (step >> 2) * (TILE / 32) + (step & 3) * 2;
+      product_64x64(o, descriptor(s_low + at), descriptor(qd_low + at), step > 0);
+    }
+#pragma unroll
+    for (int step = 0; step < 4; step++) product_64x64(o, descriptor(u_low + step * 2), descriptor(a_low + step * 2), 1);
+    finish();
+    hold(o);
+    if (lane == 0) {
+      barrier_arrive(&shared.middle_empty[stage]);
+      barrier_arrive(&shared.back_empty[stage]);
+    }
+    put_rows(args, shared, o, gates, n, first, last - first, head);
+  }
+}
+#endif
+
 // Two warpgroups with their states need more registers than an even share: a third one, of which one warp works, gives.
-extern "C" __global__ void __launch_bounds__(GROUPS == 2 ? 384 : 160, 1) scan(const Args args) {
+extern "C" __global__ void __launch_bounds__(GROUPS == 2 ? 384 : APART ? 288 : 160, 1) scan(const Args args) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   int head = blockIdx.y, r = blockIdx.z;
@@ -293,16 +378,24 @@ extern "C" __global__ void __launch_bounds__(GROUPS == 2 ? 384 : 160, 1) scan(co
       barrier_init(&shared.front_full[i], 33);
       barrier_init(&shared.back_full[i], NORM ? 33 : 1);
       barrier_init(&shared.front_empty[i], 4 * GROUPS);
-      barrier_init(&shared.back_empty[i], 4 * GROUPS);
+      barrier_init(&shared.back_empty[i], 4 * (GROUPS + APART));
+#if APART
+      barrier_init(&shared.middle_full[i], 128);
+      barrier_init(&shared.middle_empty[i], 4);
+#endif
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  if (threadIdx.x >= 128 * GROUPS) {
+  if (threadIdx.x >= 128 * (GROUPS + APART)) {
 #if GROUPS == 2
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
 #endif
-    if (threadIdx.x < 128 * GROUPS + 32) fill(args, run, shared, head, threadIdx.x & 31);
+    if (threadIdx.x < 128 * (GROUPS + APART) + 32) fill(args, run, shared, head, threadIdx.x & 31);
+#if APART
+  } else if (threadIdx.x >= 128) {
+    put_all(args, run, shared, head);
+#endif
   } else {
 #if GROUPS == 2
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
