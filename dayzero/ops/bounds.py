@@ -34,6 +34,12 @@ EXPERTS_FP8 = _bounds(
     2.0**-11, "values within 2^-22 of the middle of two e4m3 numbers, 2^-18 of all, may go to either: by 2^-3 each",
     6, "gate, up, product and down are each rounded once more",
 )  # fmt: skip
+MATMUL_FP8 = _bounds(
+    2.0**-11,
+    "as EXPERTS_FP8",
+    2,
+    "one per side at the output; sums of 14 bits over 128 columns are off by less than that",
+)
 RECURRENCE = _bounds(
     5e-5, "errors of one token decay no faster than the state, so about 100 of 2^-24 add up", 4, "inputs of a tile"
 )

@@ -17,8 +17,8 @@ OF_CPU = "runs on the processor"
 # Bodies and variants for any device that launch by shapes alone; held to it by a test.
 _BY_SHAPES = frozenset({
     "norm.rms", "norm.layer", "norm.rms_gated", "norm.l2", "rope.apply", "linear.matmul", "linear.matmul_f32",
-    "linear.matmul_glu", "linear.matmul_add", "linear.grouped", "attention.gate", "attention.merge",
-    "attention.norm_rope_write", "latent.absorb", "latent.queries", "latent.values",
+    "linear.matmul_glu", "linear.matmul_add", "linear.matmul_fp8_128", "linear.grouped", "attention.gate",
+    "attention.merge", "attention.norm_rope_write", "latent.absorb", "latent.queries", "latent.values",
     "sparse_index.window", "activation.glu", "activation.gelu", "cache.write", "cache.write_latent", "moe.route",
     "moe.matmul_route",
     "residual.add", "residual.add_norm", "residual.attn_mix", "residual.attn_mix_norm", "residual.streams_leave",

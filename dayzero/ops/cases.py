@@ -253,6 +253,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "linear.matmul_f32": (*_linear(False), *LINEAR_FP8_CASES["linear.matmul_f32"]),
     "linear.matmul_glu": (*_matmul_glu(), *LINEAR_FP8_CASES["linear.matmul_glu"]),
     "linear.matmul_add": (*_matmul_add(), *LINEAR_FP8_CASES["linear.matmul_add"]),
+    "linear.matmul_fp8_128": (*_linear(False), *LINEAR_FP8_CASES["linear.matmul"]),
     "linear.grouped": _linear(True),
     "activation.glu": _glu(),
     "moe.route": _route(),

@@ -135,6 +135,7 @@ _REFERENCES: Mapping[str, tuple[str, Traits]] = {
     "linear.matmul_f32": ("linear:matmul_f32", _BIAS),
     "linear.matmul_glu": ("linear:matmul_glu", {"kind": _GLU_KINDS}),
     "linear.matmul_add": ("linear:matmul_add", {}),
+    "linear.matmul_fp8_128": ("linear_rounded:matmul_fp8_128", _BIAS),
     "linear.grouped": ("linear:grouped", {}),
     "attention.causal": ("attention:causal", _CAUSAL),
     "attention.paged": ("paged:paged", _PAGED),

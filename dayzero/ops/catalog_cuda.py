@@ -48,6 +48,10 @@ _PLAIN: tuple[Line, ...] = (
         "sample.draw", "block_per_row", "cuda", ("sm90", "cuda_bindings"), f"{_CUDA}.sample:draw", rank=20,
         most=MOST_DRAWN,
     ),
+    Line(
+        "linear.matmul_fp8_128", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.linear_rounded:matmul", _BIAS,
+        prepack=f"{_TRITON}.linear_rounded:pack", rank=20, dtypes=("bf16",), packed=("fp8_block",),
+    ),
     Line("linear.matmul", "torch_cuda", "cuda", (), f"{_VENDOR}.torch_cuda:matmul", _BIAS, rank=10),
     Line("linear.matmul_f32", "torch_cuda", "cuda", (), f"{_VENDOR}.torch_cuda:matmul_f32", _BIAS, rank=10),
     Line("linear.grouped", "torch_cuda", "cuda", (), f"{_VENDOR}.torch_cuda:grouped", rank=10),

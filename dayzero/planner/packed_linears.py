@@ -10,7 +10,8 @@ from dayzero.decl import OpUse
 from dayzero.ops.bindings import chosen
 from dayzero.ops.catalog import REFERENCE, Catalog, Line
 
-_PRODUCTS = ("linear.matmul", "linear.matmul_f32")  # whose site is the name of the weight they take
+# Whose site is the name of the weight they take.
+_PRODUCTS = ("linear.matmul", "linear.matmul_f32", "linear.matmul_fp8_128")
 
 
 def linear_lines(uses: Iterable[OpUse], bindings: Mapping[str, str], catalog: Catalog) -> dict[str, Line]:

@@ -28,12 +28,15 @@ from dayzero.models.blueprint import require_recipe
 from dayzero.ops.bindings import bound_uses
 from dayzero.ops.cases_fp8 import fp8_blocks
 from dayzero.ops.catalog import CATALOG, Catalog, Line
+from dayzero.ops.experts_fp8 import rounded_to_fp8_128
 from dayzero.ops.fp8_blocks import halves, joined, packed_rows, pieces, widened
 from dayzero.ops.linear import matmul, matmul_add, matmul_f32, matmul_glu
+from dayzero.ops.linear_rounded import matmul_fp8_128
 from dayzero.ops.random_inputs import Inputs
 from dayzero.planner.bindings import decide
 from dayzero.planner.packed_linears import linear_lines
 from dayzero.rehearse.shrink import shrink
+from tests.parity import close
 
 CONFIG = Path(__file__).parents[1] / "paper" / "configs" / "deepseek_v32.json"
 # Weights of more than one block, of which the first of those side by side has whole blocks, or has none.
@@ -86,6 +89,17 @@ def test_values_are_codes_times_scales_and_the_references_multiply_by_them(size:
     assert torch.equal(matmul_f32(x, weight), matmul_f32(x, exact))
     added = r.normal(3, size[0])
     assert torch.equal(matmul_add(x, weight, added), matmul_add(x, exact, added))
+
+
+def test_rounded_inputs_are_multiplied_by_the_same_weights() -> None:
+    r = Inputs(6)
+    weight, x, bias = fp8_blocks(r, 200, 300), r.normal(4, 300) * 30, r.normal(200)
+    x[1, 128:256] = 0  # a block without any number but zero
+    rounded = rounded_to_fp8_128(x, torch.float32)
+    assert torch.equal(rounded[1, 128:256], x[1, 128:256]) and not torch.equal(rounded, x)
+    for given in (weight, widened(weight)):
+        # A rounded value has at most the bits of f32: one rounding of each side is left.
+        close(matmul_fp8_128(x, given, bias), matmul(rounded, weight, bias), 2.0**-22)
 
 
 def test_the_halves_of_a_gated_layer_have_blocks_of_their_own() -> None:
@@ -145,7 +159,8 @@ def test_what_a_composed_operator_takes_beside_the_product_is_decoded() -> None:
     product = OpUse("linear.matmul_f32", "router")
     route = OpUse("moe.matmul_route", "choose", parts=(product.place,))
     bound = {product.place: "few_rows", route.place: "triton"}
-    assert linear_lines((product, route), bound, CATALOG)["router"].packed == ()
+    for uses in ((product, route), (route, product)):
+        assert linear_lines(uses, bound, CATALOG)["router"].packed == ()
     assert linear_lines((product, route), {product.place: "few_rows"}, CATALOG)["router"].packed == ("fp8_block",)
 
 

@@ -25,7 +25,9 @@ from dayzero.ops.cuda import linear, linear_fp8, linear_fused
 from dayzero.ops.cuda.linear import Setting
 from dayzero.ops.fp8_blocks import joined, packed_rows, widened
 from dayzero.ops.linear import matmul, matmul_add, matmul_f32, matmul_glu
+from dayzero.ops.linear_rounded import matmul_fp8_128
 from dayzero.ops.triton import linear_fp8 as tiles
+from dayzero.ops.triton import linear_rounded
 from dayzero.rehearse.shrink import shrink
 from tests.cpu.engine_support import Engine, prompt_ids
 
@@ -66,6 +68,15 @@ def test_both_ways_for_more_rows_are_the_reference(size: tuple[int, int]) -> Non
         want = matmul.body(x, weight)
         near(tiles.product(x, weight, None, BF16), want, "linear.matmul")
         near(linear_fp8.by_library(x, weight), want, "linear.matmul")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_products_of_rounded_inputs_are_the_reference(size: tuple[int, int]) -> None:
+    """The 8-bit unit's own sums included."""
+    weight, bias = packed_rows(weight_of(*size)), normal(size[0])
+    for rows in (1, 9, 64, 128, 129, 300, 1000):
+        x = normal(rows, size[1])
+        near(linear_rounded.matmul(x, weight, bias), matmul_fp8_128.body(x, weight, bias), "linear.matmul_fp8_128")
 
 
 def test_a_prompt_of_8192_rows_is_the_reference_in_its_first_ones() -> None:

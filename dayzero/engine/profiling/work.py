@@ -247,5 +247,5 @@ _KNOWN: Mapping[str, Callable[[Call], tuple[float, float]]] = {
     "attention.sparse": _sparse, "sparse_index.tokens": _index,
     "sparse_index.pool": _index, "cache.write": _write, "cache.write_latent": _write, "recurrence.paged": _recurrence,
     "attention.norm_rope_write": _heads_write, "moe.matmul_route": _router, "linear.matmul_glu": _linear_glu,
-    "linear.matmul_add": _linear,
+    "linear.matmul_add": _linear, "linear.matmul_fp8_128": _linear,
 }  # fmt: skip

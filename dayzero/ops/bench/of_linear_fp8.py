@@ -19,6 +19,7 @@ from dayzero.ops.bench.of_plain import BF16, Inputs, Peer, normal, prepared
 from dayzero.ops.cuda import linear_fp8
 from dayzero.ops.fp8_blocks import widened
 from dayzero.ops.triton import linear_fp8 as tiles
+from dayzero.ops.triton.experts_fp8 import quantise
 from dayzero.units import ceil_div
 
 MATRICES = {
@@ -65,12 +66,40 @@ def _product(contract: str, rows: int, outputs: int, inputs: int) -> Prepared:
     )
 
 
+def _rounded(rows: int, outputs: int, inputs: int) -> Prepared:
+    """Peers: cuBLAS in bf16; of many rows torch's product by scales of 1 x 128 and 128 x 128, with x rounded before."""
+    kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def make() -> Inputs:
+        weight, x = weight_of(outputs, inputs), normal(rows, inputs)
+        codes, scales = quantise(x, torch.float8_e4m3fn)
+        kept[weight.codes.data_ptr()] = codes, scales[:, :rows].contiguous().T, widened(weight, dtype=BF16)
+        return {"x_TK": x, "w_NK": weight}
+
+    def scaled(x_TK: Tensor, w_NK: Fp8Blocks) -> Tensor:
+        codes, scales, _ = kept[w_NK.codes.data_ptr()]
+        return torch._scaled_mm(codes, w_NK.codes.T, scales, w_NK.scales.T, out_dtype=BF16)
+
+    def cublas(x_TK: Tensor, w_NK: Fp8Blocks) -> Tensor:
+        return F.linear(x_TK, kept[w_NK.codes.data_ptr()][2])
+
+    size = outputs * inputs + 2 * rows * (inputs + outputs)
+    return prepared(
+        ("linear.matmul_fp8_128", "triton"), make, size, rows={"x_TK": 0}, flops=2.0 * rows * outputs * inputs,
+        peers={"cuBLAS bf16": cublas, **({"torch._scaled_mm": scaled} if rows >= MOST_TILED else {})}, most=12,
+    )  # fmt: skip
+
+
 def _entries() -> Iterator[Entry]:
     for contract, matrices in (("linear.matmul", MATRICES), ("linear.matmul_glu", GATED)):
         for name, (outputs, inputs) in matrices.items():
             for rows in ROWS:
                 make = partial(_product, contract, rows, outputs, inputs)
                 yield Entry(contract, "few_rows", f"fp8 M={rows} N={outputs} K={inputs} {name}", make)
+    for name, (outputs, inputs) in (MATRICES | GATED).items():
+        for rows in ROWS:
+            make = partial(_rounded, rows, outputs, inputs)
+            yield Entry("linear.matmul_fp8_128", "triton", f"M={rows} N={outputs} K={inputs} {name}", make)
 
 
 def entries() -> Sequence[Entry]:

@@ -57,12 +57,12 @@ def experts(
     return combine(y_SD, by_expert, weights_TN, x_TD.dtype)
 
 
-def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """(the codes of ``experts_fp8.to_fp8_128`` as bf16 [T, K], its scales f32 [B, T + BEHIND], undefined behind the
-    last row), in one launch."""
+def quantise(x_TK: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """(the codes of ``experts_fp8.to_fp8_128`` [T, K], as bf16 or as they are, its scales f32 [B, T + BEHIND],
+    undefined behind the last row), in one launch."""
     num_rows, inner = x_TK.shape
     blocks = ceil_div(inner, COLUMNS)
-    codes = torch.empty(num_rows, inner, dtype=torch.bfloat16, device=x_TK.device)
+    codes = torch.empty(num_rows, inner, dtype=dtype, device=x_TK.device)
     scales = torch.empty(blocks, num_rows + BEHIND, dtype=torch.float32, device=x_TK.device)
     rows = 4 if num_rows <= 64 else 16
     _quantise[ceil_div(num_rows, rows), blocks](
@@ -92,7 +92,7 @@ def _quantise(x, codes, scales, stride, step, K, num_rows, ROWS: tl.constexpr):
     x = tl.load(x + row * stride + column * step, mask=here, other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), _LEAST), tl.full((ROWS,), _LARGEST, tl.float32))[:, None]
     y = tl.minimum(tl.maximum(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), -_LARGEST), _LARGEST)
-    tl.store(codes + row * K + column, nearest(_nearest_e4m3(y), tl.bfloat16), mask=here)
+    tl.store(codes + row * K + column, nearest(_nearest_e4m3(y), codes.dtype.element_ty), mask=here)
     tl.store(scales + block * (num_rows + _BEHIND) + row, scale, mask=row < num_rows)
 
 

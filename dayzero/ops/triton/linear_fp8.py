@@ -23,7 +23,7 @@ from dayzero.ops.triton.machine import INTERPRETED, check_machine, num_processor
 from dayzero.ops.triton.rows import FOLLOWS, follow
 from dayzero.units import ceil_div
 
-__all__ = ["Setting", "check_machine", "product", "setting", "widen"]
+__all__ = ["Rounded", "Setting", "check_machine", "product", "setting", "widen"]
 
 _SLOW, _BLOCK = tl.constexpr(INTERPRETED), tl.constexpr(BLOCK)
 _ADDED = 512  # numbers of a row that a program adds up
@@ -74,11 +74,26 @@ def _numbers(codes):
 
 
 @triton.jit
+def _dot(w, x, FORM: tl.constexpr):
+    """FORM 0: w in bf16, 1: in codes, 2: both in codes, which the 8-bit unit multiplies."""
+    if _SLOW:  # the interpreter multiplies neither bf16 nor e4m3
+        left = w.to(tl.float32) if FORM == 0 else _numbers(w)
+        return tl.dot(left, _numbers(x) if FORM == 2 else x.to(tl.float32))
+    elif FORM == 0:
+        return tl.dot(w, x)
+    elif FORM == 1:
+        return tl.dot(_numbers(w), x)
+    else:
+        return tl.dot(w.to(tl.float8e4nv, bitcast=True), x.to(tl.float8e4nv, bitcast=True))
+
+
+@triton.jit
 def _product(
-    x, codes, scales, bias, out, num_rows, outputs, inputs, x_stride, w_stride, scale_stride,
-    EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, HIGH: tl.constexpr,
+    x, x_scales, behind, codes, scales, bias, out, num_rows, outputs, inputs, x_stride, w_stride, scale_stride,
+    FORM: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of x, tiles of the weight, SPLIT). out [T, N]; in parts [SPLIT, T, N] in f32, without the bias."""
+    """Grid (tiles of x, tiles of the weight, SPLIT). out [T, N]; in parts [SPLIT, T, N] in f32, without the bias.
+    x_scales: None, or by block of columns, each ``behind`` the one before, and row of x. FORM: of ``_dot``."""
     follow()
     tile, high, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m, n = tile * ROWS + tl.arange(0, ROWS), high * HIGH + tl.arange(0, HIGH)
@@ -88,20 +103,21 @@ def _product(
     first = part * steps
     at_x = x + m[None, :].to(tl.int64) * x_stride
     at_w = codes + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * w_stride
-    scales += (high * HIGH // _BLOCK) * scale_stride
+    if FORM > 0:
+        scales += (high * HIGH // _BLOCK) * scale_stride
     y = tl.zeros((HIGH, ROWS), tl.float32)
     for block in range(first, tl.minimum(first + steps, blocks)):
         k = block * _BLOCK + tl.arange(0, _BLOCK)
-        scale = tl.load(scales + block)
         if EVEN:
             w = tl.load(at_w + k[None, :])
-            piece = tl.load(at_x + k[:, None], mask=inside[None, :], other=0.0)
+            piece = tl.load(at_x + k[:, None], mask=inside[None, :], other=0)
         else:
             w = tl.load(at_w + k[None, :], mask=(k < inputs)[None, :], other=0)
-            piece = tl.load(at_x + k[:, None], mask=inside[None, :] & (k < inputs)[:, None], other=0.0)
-        if _SLOW:  # the interpreter multiplies no bf16
-            piece = piece.to(tl.float32)
-        y += tl.dot(_numbers(w), piece) * scale
+            piece = tl.load(at_x + k[:, None], mask=inside[None, :] & (k < inputs)[:, None], other=0)
+        part_y = _dot(w, piece, FORM)
+        if x_scales is not None:
+            part_y *= tl.load(x_scales + block * behind + m, mask=inside, other=0.0)[None, :]
+        y += part_y * tl.load(scales + block) if FORM > 0 else part_y
     if SPLIT == 1 and bias is not None:
         y += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[:, None]
     to = out + (part * num_rows + m)[None, :].to(tl.int64) * outputs + n[:, None]
@@ -123,24 +139,39 @@ def _add(parts, bias, out, num_rows, outputs, SPLIT: tl.constexpr, STEP: tl.cons
     tl.store(out + row * outputs + n, nearest(y, out.dtype.element_ty), mask=exists)
 
 
+class Rounded(NamedTuple):
+    """x [T, K] as codes and f32 scales by block of columns and row, [B, T or more]: a value is their product. codes: of
+    e4m3, or the bf16 numbers that they are."""
+
+    codes: Tensor
+    scales: Tensor
+
+
 def product(
-    x_TK: Tensor, weight: Fp8Blocks, bias_N: Tensor | None, dtype: torch.dtype, how: Setting | None = None
-) -> Tensor:
-    """x @ weight^T + bias [..., N] in ``dtype``, of bf16 x; the weight's rows lie packed. how: None: by ``setting``."""
-    (outputs, inputs), lead = weight.shape, x_TK.shape[:-1]
-    x = x_TK.reshape(-1, inputs)
+    x_TK: Tensor | Rounded, weight: Tensor | Fp8Blocks, bias_N: Tensor | None, dtype: torch.dtype,
+    how: Setting | None = None,
+) -> Tensor:  # fmt: skip
+    """x @ weight^T + bias [..., N] in ``dtype``; bf16 x; the weight's rows lie packed. how: None: by ``setting``."""
+    outputs, inputs = weight.shape
+    codes, scales = (weight.codes, weight.scales) if isinstance(weight, Fp8Blocks) else (weight, None)
+    given, x_scales = x_TK if isinstance(x_TK, Rounded) else (x_TK, None)
+    x, lead = given.reshape(-1, inputs), given.shape[:-1]
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows = x.shape[0]
+    rows, form = x.shape[0], 0 if scales is None else 1 if x.dtype == torch.bfloat16 else 2
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     if out.numel():
         how = how or setting(rows, outputs, inputs, num_processors(x.device))
         split = how.split
         parts = out if split == 1 else torch.empty(split, rows, outputs, dtype=torch.float32, device=x.device)
-        codes, grid = weight.codes.view(torch.uint8), (ceil_div(rows, how.rows), ceil_div(outputs, how.high), split)
-        _product[grid](
-            x, codes, weight.scales, bias_N, parts, rows, outputs, inputs, x.stride(0), codes.stride(0),
-            weight.scales.stride(0), EVEN=inputs % BLOCK == 0, SPLIT=split, ROWS=how.rows, HIGH=how.high,
-            num_warps=how.warps, num_stages=how.stages, **FOLLOWS,
+        if form == 2:
+            x = x.view(torch.uint8)
+        if form:
+            codes = codes.view(torch.uint8)
+        _product[ceil_div(rows, how.rows), ceil_div(outputs, how.high), split](
+            x, x_scales, 0 if x_scales is None else x_scales.stride(0), codes, scales, bias_N, parts, rows, outputs,
+            inputs, x.stride(0), codes.stride(0), 0 if scales is None else scales.stride(0), FORM=form,
+            EVEN=inputs % BLOCK == 0, SPLIT=split, ROWS=how.rows, HIGH=how.high, num_warps=how.warps,
+            num_stages=how.stages, **FOLLOWS,
         )  # fmt: skip
         if split > 1:
             _add[rows, ceil_div(outputs, _ADDED)](
