@@ -1,24 +1,22 @@
-"""deploy/ and docs/operations.md, read without a network: every metric, path, option and number in them exists here."""
+"""deploy/ and docs/operations.md, read without a network: every metric, path and number in them exists here."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from dayzero.cli import COMMANDS, build_app
 from dayzero.commands.serve import API_KEY
 from dayzero.engine.scheduler import _COUNTERS
 from dayzero.server.routes import ROUTES
+from tests.paper.command_lines import check_call
 from tests.paper.server_support import ScriptedEngine, ask, client, make
 
 ROOT = Path(__file__).parents[2]
@@ -135,74 +133,7 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
-# --- the command line in deploy/ and docs/
-
-
-def options_of(command: str) -> dict[str, Any]:
-    """Spelling -> parameter of ``dayzero COMMAND``."""
-    found = typer.main.get_command(build_app()).commands[command]  # type: ignore[attr-defined]
-    return {name: parameter for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)}
-
-
-def check_call(words: list[str]) -> None:
-    """AssertionError unless ``dayzero WORDS`` names a command, its options, and values where they are needed."""
-    command, *rest = words
-    if "--" in rest:  # behind it: options of the servers that are started
-        at = rest.index("--")
-        check_call(["serve", "SOURCE", *rest[at + 1 :]])
-        rest = rest[:at]
-    options, waiting, positional = options_of(command), False, 0
-    for word in rest:
-        if word.startswith("-") and not waiting:
-            name, equals, _ = word.partition("=")
-            assert name in options, f"dayzero {command} has no option {name}"
-            flag = options[name].is_flag
-            assert not (flag and equals), f"{name} takes no value"
-            waiting = not flag and not equals
-        elif waiting:
-            waiting = False
-        else:
-            positional += 1
-    assert not waiting, f"the last option of {words} lacks its value"
-    assert positional <= 2, words
-
-
-def test_the_check_of_calls_sees_faults() -> None:
-    check_call(shlex.split("serve SOURCE --port 8000 --host=0.0.0.0 --upstream"))
-    for bad in ("serve X --ports 1", "serve X --port", "serve X --upstream=1", "serve A B C"):
-        with pytest.raises(AssertionError):
-            check_call(shlex.split(bad))
-    with pytest.raises(KeyError):
-        check_call(["server", "X"])
-
-
-def calls(text: str) -> Iterable[list[str]]:
-    """Words of each ``dayzero …`` line in the fenced blocks of a document, comments and pipes cut off."""
-    for block in re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.S):
-        for line in block.replace("\\\n", " ").splitlines():
-            if "dayzero " not in line:  # other programs' arguments may go over several lines
-                continue
-            words = shlex.split(line, comments=True)
-            ends = [i for i, word in enumerate(words) if word in ("|", "&", "&&", ">", "2>", ";")]
-            for start in [0, *(i + 1 for i in ends)]:
-                stop = min([i for i in ends if i >= start], default=len(words))
-                part = [word for word in words[start:stop] if not re.fullmatch(r"[A-Z_]+=\S*", word)]
-                if part[:1] == ["dayzero"]:
-                    yield part[1:]
-
-
-@pytest.mark.parametrize(("document", "least"), [("docs/operations.md", 6), ("README.md", 10)])
-def test_commands_in_the_manual_exist(document: str, least: int) -> None:
-    found = list(calls((ROOT / document).read_text(encoding="utf-8")))
-    assert len(found) >= least
-    for words in found:
-        check_call(words)
-
-
-def test_options_named_in_the_text_exist() -> None:
-    known = {name for command in COMMANDS for name in options_of(command)}
-    for name in re.findall(r"`(--[a-z][a-z-]+)", OPERATIONS):
-        assert name in known, name
+# --- docs/operations.md
 
 
 def test_metrics_and_paths_named_in_the_text_exist() -> None:
