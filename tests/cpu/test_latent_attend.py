@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,12 @@ from dayzero.blocks.latent import LatentBlock
 from dayzero.blocks.local_cache import LocalCache
 from dayzero.blocks.site import Params, Site, reference
 from dayzero.engine.profiling.work import Call, Counter
-from dayzero.ops import latent
+from dayzero.ops import latent, latent_steps
+from dayzero.ops.attention import causal, merge
 from dayzero.ops.cases import CASES, traits_of
 from dayzero.ops.contract import Case
+from dayzero.ops.latent_forms import Widths
+from dayzero.ops.paged import paged
 from dayzero.view import Span
 from tests.cpu.random_models import CHANNELS, DIM, NORM, model, random_params
 from tests.cpu.random_models import latent as mixer
@@ -114,3 +118,39 @@ def test_a_call_counts_each_row_in_the_form_that_takes_fewer_flops() -> None:
     assert found.flops == sum(of(span) for span in rows.spans) and found.element == "bf16"
     records = sum(span.start + span.count for span in rows.spans) * 144 * 2
     assert found.num_bytes == records + 2 * (q_THD.numel() + kv_b.numel() + out.numel())
+
+
+IN_TURNS = latent_steps.Absorbed(latent.queries_into_latent, paged, latent.values_out_of_latent)
+
+
+def chunk(
+    q_THD: Tensor, keys: latent_steps.Expanded, sums: latent_steps.Sums, out_THV: Tensor, widths: Widths, scale: float
+) -> None:
+    """A ``Chunk`` of references; lse is kept in base 2."""
+    kv_LHX, seen = keys.kv_LX.unflatten(1, (widths.heads, -1)), slice(max(0, -keys.first_own), None)
+    shared_LHP = keys.shared_LP[:, None].expand(-1, widths.heads, -1)
+    k_LHD = torch.cat((kv_LHX[..., : widths.nope], shared_LHP), dim=-1)
+    start = max(keys.first_own, 0)
+    out, lse = causal.body(q_THD[seen].double(), k_LHD, kv_LHX[..., widths.nope :], start=start, scale=scale)
+    if keys.joins:
+        own_T = torch.arange(out.shape[0]) + start
+        later_TH = (sums.lse_TH[seen] * math.log(2)).masked_fill((own_T < k_LHD.shape[0])[:, None], -math.inf)
+        later_THV = sums.out_THV[seen].masked_fill(later_TH[..., None] == -math.inf, 0)
+        out, lse = merge.body(torch.stack((out, later_THV)), torch.stack((lse, later_TH)))
+    if keys.last:
+        out_THV[seen] = out.to(out_THV.dtype)
+    else:
+        sums.out_THV[seen], sums.lse_TH[seen] = out.float(), lse / math.log(2)
+
+
+@pytest.mark.parametrize("case", CASES[FUSED], ids=lambda case: case.name)
+@pytest.mark.parametrize("at_once", [16, 64, 0])
+def test_chunks_are_expanded_some_keys_at_a_time(case: Case, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed records too; all rows of several tokens, however short, and rows of one token among them."""
+    monkeypatch.setattr(latent_steps, "expands", lambda count, start, widths: count > 1)
+    if at_once:
+        monkeypatch.setattr(latent_steps, "keys_at_once", lambda widths, page: -(-at_once // page) * page)
+    inputs = case.make(0)
+    got = latent_steps.attend_by(IN_TURNS, chunk, inputs["q_THD"], inputs["rows"], inputs["kv_b"], inputs["scale"])
+    bound = latent.attend.bound["f32" if got.dtype == torch.float32 else "bf16"].value
+    close(got, latent.attend.body(**inputs), bound)
