@@ -16,10 +16,7 @@ from torch.nn import functional as F
 from dayzero.decl import FP8_SIZE, Fp8Blocks
 from dayzero.ops.bench.entry import Entry, Prepared
 from dayzero.ops.bench.of_plain import BF16, Inputs, Peer, normal, prepared
-from dayzero.ops.cuda import linear_fp8
 from dayzero.ops.fp8_blocks import widened
-from dayzero.ops.triton import linear_fp8 as tiles
-from dayzero.ops.triton.experts_fp8 import quantise
 from dayzero.units import ceil_div
 
 MATRICES = {
@@ -39,6 +36,9 @@ def weight_of(outputs: int, inputs: int) -> Fp8Blocks:
 
 
 def _product(contract: str, rows: int, outputs: int, inputs: int) -> Prepared:
+    from dayzero.ops.cuda import linear_fp8
+    from dayzero.ops.triton import linear_fp8 as tiles
+
     decoded: dict[int, Tensor] = {}
     gated = contract == "linear.matmul_glu"
 
@@ -68,6 +68,8 @@ def _product(contract: str, rows: int, outputs: int, inputs: int) -> Prepared:
 
 def _rounded(rows: int, outputs: int, inputs: int) -> Prepared:
     """Peers: cuBLAS in bf16; of many rows torch's product by scales of 1 x 128 and 128 x 128, with x rounded before."""
+    from dayzero.ops.triton.experts_fp8 import quantise
+
     kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def make() -> Inputs:
