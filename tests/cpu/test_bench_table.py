@@ -23,14 +23,16 @@ FOUND: dict[str, Any] = {
 CHILD = """
 import json, os, sys
 given = dict.fromkeys(("out", "limit")); names = []
+alone = "--alone" in sys.argv
 for word in sys.argv[1:]:
+    if word == "--alone": continue
     key, value = word[2:].split("=", 1)
     names.append(value) if key == "named" else given.update({key: value})
 made = []
 def write(whole):
     open(given["out"], "w").write(json.dumps({"ceilings": {"copy": 1.0}, "entries": made, "whole": whole}))
 for name in names:
-    if "dies" in name: os._exit(1)
+    if "dies" in name or ("peer" in name and not alone): os._exit(1)
     if "faults" in name: os.abort()
     made.append({"name": name, "right": "wrong" not in name}); write(False)
 write(True); sys.exit(1)
@@ -63,12 +65,14 @@ def test_the_table_has_a_line_for_all_that_is_asked() -> None:
 def test_what_ends_its_process_ends_nothing_else(tmp_path: Path) -> None:
     child = tmp_path / "child.py"
     child.write_text(CHILD)
-    names = ["one", "dies", "two", "faults", "wrong", "dies too"]
+    names = ["one", "dies", "two", "faults", "its peer dies with it", "wrong", "its peer only", "dies too"]
     found = run_apart(names, 60, (sys.executable, str(child)))
     assert {name: one["right"] for name, one in found["entries"].items()} == {
-        "one": True, "dies": False, "two": True, "faults": False, "wrong": False, "dies too": False
+        "one": True, "dies": False, "two": True, "faults": False, "its peer dies with it": False, "wrong": False,
+        "its peer only": True, "dies too": False,
     }  # fmt: skip
-    assert found["entries"]["faults"]["failed"] == "ended its process: -6" and "failed" not in found["entries"]["wrong"]
+    assert found["entries"]["faults"]["failed"] == "ended its process: -6, alone: -6"
+    assert "failed" not in found["entries"]["wrong"]
     assert found["ceilings"] == {"copy": 1.0}
 
 
@@ -82,5 +86,7 @@ def test_an_entry_gives_what_the_table_reads(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("dayzero.ops.bench.__main__.measured", lambda sides: {name: times[name] for name in sides})
     prepared = Prepared([int], lambda: {"out": (0.0, 1.0)}, num_bytes=1000, peers={"slow": [int]})
     found = run(Entry("moe.route", "triton", "T=1", lambda: prepared), {"copy": 1e9})
+    alone = run(Entry("moe.route", "triton", "T=1", lambda: prepared), {"copy": 1e9}, alone=True)
+    assert (alone["seconds"], alone["peers"]) == (2e-6, {})
     line = table({found["name"]: found}, {"moe.route/triton T=1": Goal("slow", 2.0)}).splitlines()[2]
     assert line == "| moe.route/triton T=1 | 2.0 | 50.0% | slow 6.0 us (x3.00) | 2.00 x slow | met |"

@@ -32,8 +32,8 @@ def entries() -> Iterator[Entry]:
             yield from importlib.import_module(f"{package.__name__}.{found.name}").entries()
 
 
-def run(entry: Entry, ceiling: dict[str, float]) -> dict[str, Any]:
-    """The figures of one entry; without times when a check fails."""
+def run(entry: Entry, ceiling: dict[str, float], alone: bool = False) -> dict[str, Any]:
+    """The figures of one entry; without times when a check fails, without peers where it runs alone."""
     began = time.monotonic()
     prepared = entry.prepare()
     errors = dict(prepared.check())
@@ -42,7 +42,7 @@ def run(entry: Entry, ceiling: dict[str, float]) -> dict[str, Any]:
     out["errors"] = {what: {"error": error, "bound": bound} for what, (error, bound) in errors.items()}
     out["right"] = bool(errors) and all(error <= bound for error, bound in errors.values())
     if out["right"]:
-        times = measured({"": prepared.calls, **prepared.peers})
+        times = measured({"": prepared.calls, **({} if alone else prepared.peers)})
         floor = prepared.floor(ceiling)
         own = times.pop("")
         out |= {"seconds": own.seconds, "spread": own.spread, "floor": floor, "share": floor / own.seconds}
@@ -72,6 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--named", action="append", default=[], metavar="NAME", help="this entry, in the order given")
     parser.add_argument("--table", action="store_true", help="what has goals; one that fails does not end the others")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin no entry after so long; 150 for a table")
+    parser.add_argument("--alone", action="store_true", help="without peers")
     parser.add_argument("--list", action="store_true", help="names only")
     parser.add_argument("--out", type=Path, help="a JSON file for all figures")
     given = parser.parse_args(arguments)
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("a figure needs an NVIDIA GPU, and torch sees none here", file=sys.stderr)
         return 3
-    return _table(given.limit or 150.0, given.out) if given.table else _run_all(chosen, given.limit, given.out)
+    return _table(given.limit or 150.0, given.out) if given.table else _run_all(chosen, given)
 
 
 def _chosen(only: list[str], named: list[str]) -> list[Entry]:
@@ -92,15 +93,15 @@ def _chosen(only: list[str], named: list[str]) -> list[Entry]:
     return [known[name] for name in named] if known.keys() >= set(named) else []
 
 
-def _run_all(chosen: list[Entry], limit: float | None, to: Path | None) -> int:
-    began, ceiling = time.monotonic(), ceilings()
+def _run_all(chosen: list[Entry], given: argparse.Namespace) -> int:
+    began, ceiling, limit, to = time.monotonic(), ceilings(), given.limit, given.out
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; " + _said(ceiling), flush=True)
     found: list[dict[str, Any]] = []
     for entry in chosen:
         if limit is not None and time.monotonic() - began > limit:
             print(f"{len(chosen) - len(found)} entries are left: {limit:.0f} s are over", flush=True)
             break
-        found.append(run(entry, ceiling))
+        found.append(run(entry, ceiling, given.alone))
         print(line_of(entry.name, found[-1]), flush=True)
         torch.cuda.empty_cache()
         _write(to, {"ceilings": ceiling, "entries": found, "whole": False})

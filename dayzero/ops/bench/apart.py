@@ -18,24 +18,38 @@ _NOTHING: dict[str, Any] = {"entries": [], "whole": False}
 
 
 def run_apart(names: Sequence[str], seconds: float, command: Sequence[str] = COMMAND) -> dict[str, Any]:
-    """{"ceilings", "entries" by name}. What ended its process is ``failed``; what there was no time for is left out.
+    """{"ceilings", "entries" by name}. What ended its process is tried again without its peers, and ``failed`` if it
+    ends that too; what there was no time for is left out.
 
-    command: takes ``--named`` for each entry, ``--limit`` and ``--out``, as ``python -m dayzero.ops.bench`` does."""
+    command: takes ``--named`` for each entry, ``--alone``, ``--limit`` and ``--out``, as this package does."""
     found: dict[str, Any] = {"ceilings": {}, "entries": {}}
     left, end = list(names), time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         while left and (room := end - time.monotonic()) > 0:
-            out.unlink(missing_ok=True)
-            code = _run([*command, *(f"--named={name}" for name in left), f"--limit={room:.0f}", f"--out={out}"], room)
-            made: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else _NOTHING
-            found["ceilings"] |= made.get("ceilings", {})
-            found["entries"] |= {one["name"]: one for one in made["entries"]}
+            code, made = _made(command, left, room, out)
+            _add(found, made)
             left = left[len(made["entries"]) :]
             if made["whole"] or code in (2, 3) or not left:
                 break
-            found["entries"][left.pop(0)] = {"right": False, "failed": f"ended its process: {code}"}
+            name = left.pop(0)
+            again, alone = _made([*command, "--alone"], [name], max(0.0, end - time.monotonic()), out)
+            found["entries"][name] = {"right": False, "failed": f"ended its process: {code}, alone: {again}"}
+            _add(found, alone)
     return found
+
+
+def _add(found: dict[str, Any], made: dict[str, Any]) -> None:
+    found["ceilings"] |= made.get("ceilings", {})
+    found["entries"] |= {one["name"]: one for one in made["entries"]}
+
+
+def _made(command: Sequence[str], names: list[str], room: float, out: Path) -> tuple[int | str, dict[str, Any]]:
+    """How a process ended that was to run these, and the figures that it left."""
+    out.unlink(missing_ok=True)
+    code = _run([*command, *(f"--named={name}" for name in names), f"--limit={room:.0f}", f"--out={out}"], room)
+    made: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else _NOTHING
+    return code, made
 
 
 def _run(command: Sequence[str], seconds: float) -> int | str:
