@@ -28,10 +28,10 @@ from dayzero.ops.experts_sizes import e4m3_expert_bytes
 from dayzero.ops.moe import summed_by_expert
 from dayzero.parallel.mesh import Mesh
 from dayzero.planner.experts import rank_ring_bytes
+from dayzero.planner.kept import kept_as
 from dayzero.units import bytes_text, counted
 
 MOST_THREADS = 8  # that read experts
-WORDS: Mapping[Form, str] = {"mxfp4": "in 4 bits as stored", "fp8_block": "in 8 bits as stored"}
 
 Operator = Callable[..., Any]
 LayOut = Callable[[Any], Any]
@@ -175,8 +175,7 @@ class KeptExperts:
     def _kept_as(self) -> str:
         """Of each form that some layers' experts are kept in."""
         names = [f"{site}.{MATRICES[0]}" for site in self.sites]
-        words = [WORDS[self.packed[name]] if name in self.packed else "decoded" for name in names]
-        return ", ".join(dict.fromkeys(words))
+        return ", ".join(dict.fromkeys(kept_as(self.packed.get(name)) for name in names))
 
     def _memory_row(self, residency: Residency) -> str:
         whole = sum(tier.expert_bytes * tier.num_experts for tier in self.tiers.values())

@@ -1,4 +1,4 @@
-"""Bytes of one rank: weights as stored, workspace, carry, cache, headroom; and what is left for requests."""
+"""Bytes of one rank: weights as they are kept, workspace, carry, cache, headroom; and what is left for requests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CHUNK_TOKENS = 8192
 class RankBudget:
     """Bytes of one rank. cache_bytes: what is left for token rows and state after everything else; may be negative.
 
-    experts: of its routed experts as stored, whether ``weights`` has all of them or, where swapping is set, as many as
-    are held. ring: of the workspace, where experts in 4 bits are converted.
+    experts: of its routed experts as they are kept, whether ``weights`` has all of them or, where swapping is set, as
+    many as are held. ring: of the workspace, where experts in 4 bits are converted.
     """
 
     rank: int

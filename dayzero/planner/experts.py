@@ -1,4 +1,4 @@
-"""Routed experts on paper: bytes as stored, the ring they are converted in, what holding only some of them costs."""
+"""Routed experts on paper: bytes as they are kept, the ring they are converted in, what holding some of them costs."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ def rank_ring_bytes(spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh) 
     return max(sizes, default=0)
 
 
-def has_four_bits(spec: ModelSpec, formats: Mapping[str, Format]) -> bool:
-    """Whether some layer's routed experts are stored in 4 bits. formats: by parameter."""
-    return bool(_in_four_bits(spec, formats))
+def expert_bits(spec: ModelSpec, formats: Mapping[str, Format]) -> int:
+    """Bits of a code of the routed experts that some layers keep packed; 0 where none does. formats: by parameter, as
+    they are kept."""
+    forms = (formats.get(f"layers.{i}.channel.experts.gate") for i in range(len(spec.layers)))
+    return next((fmt.bits for fmt in forms if fmt is not None and fmt.form is not None), 0)
 
 
 def _in_four_bits(spec: ModelSpec, formats: Mapping[str, Format]) -> list[MoE]:
@@ -62,7 +64,8 @@ def _bits(formats: Mapping[str, Format], param: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Swapping:
-    """Experts of a rank of which only some are held. total: stored bytes of all of them; held: of those that fit.
+    """Experts of a rank of which only some are held. total: bytes of all of them as they are kept; held: of those
+    that fit.
 
     least_misses: experts that a step of one token must bring up on this rank, at best: what its layers choose less
     what is held. usual_misses: the same when all experts are chosen equally often. Bytes are of these misses.
@@ -98,7 +101,8 @@ class Swapping:
 def swapping(spec: ModelSpec, expert_total: int, budget: int, mesh: Mesh) -> Swapping | None:
     """What a budget of bytes holds of the experts of a rank; None without experts, or where all of them fit.
 
-    expert_total: stored bytes of the routed experts on the rank. A step's choices spread evenly over expert ranks.
+    expert_total: bytes of the routed experts on the rank, as they are kept. A step's choices spread evenly over expert
+    ranks.
     """
     mixtures = [layer.channel for layer in spec.layers if isinstance(layer.channel, MoE)]
     if not mixtures or expert_total <= budget:

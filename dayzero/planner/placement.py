@@ -143,8 +143,8 @@ def weight_bytes(model: PaperModel) -> WeightBytes:
 
 
 def part_bytes(model: PaperModel, mesh: Mesh, *, experts_only: bool = False) -> Counter[Part]:
-    """Stored bytes that a rank reads of each part it holds, or of the routed experts in it. Cuts are equal, so all
-    ranks read as many; the first is asked."""
+    """Bytes, in the model's formats, that a rank holds of each part, or of the routed experts in it. Cuts are equal, so
+    all ranks hold as many; the first is asked."""
     sums: Counter[Part] = Counter()
     for fmt, target, parts in model.alike:
         if experts_only and not is_expert(target.decl):
@@ -166,7 +166,7 @@ def stages_of(model: PaperModel, mesh: Mesh) -> list[tuple[int, int]]:
 def stage_bytes(
     model: PaperModel, mesh: Mesh, bounds: list[tuple[int, int]], *, experts_only: bool = False
 ) -> list[int]:
-    """Stored bytes that each rank of a stage reads, or those of routed experts among them."""
+    """Bytes, in the model's formats, that each rank of a stage holds, or those of routed experts among them."""
     parts = part_bytes(model, mesh, experts_only=experts_only).items()
     return [sum(size for part, size in parts if _on_stage(model, part, s, bounds)) for s in range(mesh.pp)]
 

@@ -21,8 +21,9 @@ class PlanOptions:
     """What to plan for. Axis sizes None: tried out. context, concurrency: tokens and sequences to hold at once.
     known: device records by name. drafts: count layers beside the plain forward, on the last stage.
     expert_bytes: memory of a rank for routed experts, the others being brought up when they are chosen; None: all.
-    expert_inputs: format that inputs of routed experts are rounded to. bindings: variants of ``catalog`` asked for; all
-    other sites get what is chosen for the device."""
+    expert_inputs: format that inputs of routed experts are rounded to; linear_inputs: those of linear layers whose
+    weights are stored in blocks of FP8. bindings: variants of ``catalog`` asked for; all other sites get what is chosen
+    for the device."""
 
     hardware: str
     tp: int | None = None
@@ -37,6 +38,7 @@ class PlanOptions:
     drafts: bool = False
     expert_bytes: int | None = None
     expert_inputs: str = "bf16"
+    linear_inputs: str = "bf16"
     bindings: Mapping[str, str] = field(default_factory=dict)
     catalog: Catalog = field(default_factory=lambda: CATALOG, repr=False)
     known: Mapping[str, Hardware] = field(default_factory=lambda: HARDWARE, repr=False)
@@ -82,7 +84,8 @@ class PlanReport:
     """layouts in order of preference, chosen first; weight_plans and proof are of the chosen layout. carry: bytes a
     token of a chunk of each part of what layers hand on. drafts: parameters and stored bytes of the layers beside the
     plain forward, and whether ranks were planned with them; None when there are none. operators: contract -> variant ->
-    sites. measured: what stored measurements decide on this device, as rows."""
+    sites. measured: what stored measurements decide on this device, as rows. expert_form: how ranks keep routed
+    experts, in words; empty without any."""
 
     source: str
     family: str
@@ -98,6 +101,7 @@ class PlanReport:
     drafts: Mapping[str, Any] | None = None
     operators: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
     measured: list[tuple[str, str]] = field(default_factory=list)
+    expert_form: str = ""
     weight_plans: list[WeightPlan] = field(default_factory=list)
     proof: Proof | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -128,6 +132,7 @@ class PlanReport:
                 for contract, variants in self.operators.items()
             },
             "measured": dict(self.measured),
+            "expert_form": self.expert_form or None,
             "chosen": chosen.to_json() if chosen else None,
             "ranks": [_rank_json(b, p) for b, p in zip(chosen.ranks, self.weight_plans, strict=True)] if chosen else [],
             "exactly_once": None if self.proof is None else {

@@ -110,7 +110,7 @@ def _show_experts(report: PlanReport, console: Console) -> None:
     if report.chosen is None or not (most := max(report.chosen.ranks, key=lambda r: r.experts)).experts:
         return
     ring = f" + a ring of {bytes_text(most.ring)}, where chosen ones become FP8" if most.ring else ""
-    console.line(f"experts: {bytes_text(most.experts)} a rank as stored{ring}")
+    console.line(f"experts: {bytes_text(most.experts)} a rank, {report.expert_form}{ring}")
     swap = most.swapping
     if swap is None:
         return

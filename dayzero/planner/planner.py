@@ -22,13 +22,16 @@ from dayzero.planner.budget import RankBudget, cache_by_layer, carry_parts, imag
 from dayzero.planner.detect import HERE, detect
 from dayzero.planner.experts import (
     Swapping,
+    expert_bits,
     expert_inputs_of,
-    has_four_bits,
     rank_ring_bytes,
     swapping,
     with_expert_inputs,
 )
 from dayzero.planner.floors import floors, work_of
+from dayzero.planner.kept import as_kept, expert_form, expert_lines, stored_forms
+from dayzero.planner.linear_inputs import linear_inputs_of, with_linear_inputs
+from dayzero.planner.packed_linears import linear_lines
 from dayzero.planner.placement import PaperModel, place_weights, read_model, stage_bytes, stages_of, weight_bytes
 from dayzero.planner.plan_report import Layout, PlanOptions, PlanReport, said_refusal
 from dayzero.planner.variants import binds_ring, by_contract, measured_rows, reference_findings
@@ -53,9 +56,12 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
     if options.expert_bytes is not None and not _has_experts(spec):
         raise UsageError(f"--expert-memory: {spec.family} has no experts; leave the option out.")
     bound = with_expert_inputs(with_records(spec, options.cache), expert_inputs_of(options.expert_inputs))
+    bound = with_linear_inputs(bound, linear_inputs_of(options.linear_inputs), stored_forms(model))
     uses = tuple(bound.contracts())
     bindings = decide(uses, hardware, DTYPE, options.bindings, options.catalog)
-    trials = _Trials(model, hardware, options, context, binds_ring(bindings, uses, options.catalog))
+    lines = expert_lines(bound, bindings, options.catalog) | linear_lines(uses, bindings, options.catalog)
+    kept = as_kept(model, lines)
+    trials = _Trials(model, kept, hardware, options, context, binds_ring(bindings, uses, options.catalog))
     report = PlanReport(
         source, spec.family, hardware, devices, context, options.concurrency, trials.cache, trials.sizes.total,
         (total_params(spec), active_params(spec)), [], carry_parts(spec),
@@ -73,7 +79,8 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
         with progress("placing every byte", report.chosen.mesh.num_ranks, "ranks") as bar:
             place_weights(report, model, report.chosen, bar)
     report.operators = by_contract(bindings, uses)
-    report.measured = measured_rows(bindings, uses, hardware, has_four_bits(spec, model.by_param))
+    report.expert_form = expert_form(spec, kept.by_param)
+    report.measured = measured_rows(bindings, uses, hardware, expert_bits(spec, kept.by_param))
     report.findings = [*_findings(report, options), *reference_findings(bindings, uses, hardware)]
     return report
 
@@ -115,9 +122,12 @@ def _asked(options: PlanOptions) -> bool:
 class _Trials:
     """Layouts of one model on some devices. What several meshes have in common is computed once."""
 
-    def __init__(self, model: PaperModel, hardware: Hardware, options: PlanOptions, context: int, rings: bool) -> None:
+    def __init__(
+        self, model: PaperModel, held: PaperModel, hardware: Hardware, options: PlanOptions, context: int, rings: bool
+    ) -> None:
+        """held: the model as ranks keep it."""
         self.model, self.hardware, self.options, self.context = model, hardware, options, context
-        self._rings = rings
+        self._held, self._rings = held, rings
         self.spec = model.paper.spec
         self.sizes = weight_bytes(model)
         self.kept = with_records(self.spec, options.cache)
@@ -154,10 +164,10 @@ class _Trials:
 
     def _ranks(self, mesh: Mesh) -> list[RankBudget]:
         bounds = stages_of(self.model, mesh)
-        weights = stage_bytes(self.model, mesh, bounds)
+        weights = stage_bytes(self._held, mesh, bounds)
         ring = rank_ring_bytes(self.spec, self.model.by_param, mesh) if self._rings else 0
         scratch, image = workspace_bytes(self.spec, mesh, ring), image_bytes(self.spec)
-        experts = stage_bytes(self.model, mesh, bounds, experts_only=True)
+        experts = stage_bytes(self._held, mesh, bounds, experts_only=True)
         swapped = [self._swapping(size, mesh) for size in experts]
         weights = [size - (swap.total - swap.held if swap else 0) for size, swap in zip(weights, swapped, strict=True)]
         if mesh.tp not in self._caches:

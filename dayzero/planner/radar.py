@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 from dayzero.decl import FORMATS
 from dayzero.hardware import Hardware
-from dayzero.ops.catalog import CATALOG, REFERENCE, Catalog, lacking
+from dayzero.ops.catalog import CATALOG, REFERENCE, Catalog, Line, lacking
 from dayzero.planner.inspect import InspectReport
 from dayzero.planner.operators import Operators
 
 Standing = Literal["fast", "reference", "wiring", "missing"]
 STANDINGS: tuple[Standing, ...] = ("fast", "reference", "wiring", "missing")
 NUM_NEAREST = 5
-PACKED_FORMATS = frozenset({"mxfp4_pack"})  # formats that operators take as they are stored (``Line.packed``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +96,23 @@ def standing(trait: Trait, hardware: Hardware, catalog: Catalog = CATALOG) -> St
     if trait.part:
         return "wiring" if _exists(trait.part) else "missing"
     if trait.format:
-        return "missing" if trait.format not in FORMATS else "fast" if trait.format in PACKED_FORMATS else "reference"
-    # What runs anywhere is made of library calls: on an accelerator that is a stopgap.
-    targets = ("any", "cpu") if hardware.target == "cpu" else (hardware.target,)
+        if trait.format not in FORMATS:
+            return "missing"
+        form = FORMATS[trait.format].form
+        taken = form is not None and any(
+            form in line.packed and _fast(line, hardware) for line in catalog.lines.values()
+        )
+        return "fast" if taken else "reference"
     fitting = [line for line in catalog.lookup(trait.contract) if not lacking(line, trait.options)]
-    fast = any(
-        line.variant != REFERENCE and line.rank > 0 and line.target in targets
-        and hardware.features.issuperset(line.needs)
-        for line in fitting
-    )  # fmt: skip
-    return "fast" if fast else "reference" if fitting else "missing"
+    return "fast" if any(_fast(line, hardware) for line in fitting) else "reference" if fitting else "missing"
+
+
+def _fast(line: Line, hardware: Hardware) -> bool:
+    """Whether the variant is made for the device. What runs anywhere is made of library calls: on an accelerator that
+    is a stopgap."""
+    targets = ("any", "cpu") if hardware.target == "cpu" else (hardware.target,)
+    preferred = line.variant != REFERENCE and line.rank > 0
+    return preferred and line.target in targets and hardware.features.issuperset(line.needs)
 
 
 def _exists(part: str) -> bool:

@@ -17,7 +17,7 @@ from dayzero.units import counted
 
 _EXPERTS, _SPARSE = "moe.experts", "attention.sparse"
 ONCE = frozenset({"latent.absorb"})  # done while weights are loaded, not in a step
-TILED = "triton"  # the variant of experts that runs by the table
+TILED = {"triton", "cuda"}  # variants of experts that run by the table, if not for very few tokens
 
 
 def variant_of(use: OpUse, bindings: Mapping[str, str]) -> str:
@@ -88,13 +88,15 @@ def reference_findings(bindings: Mapping[str, str], uses: Iterable[OpUse], hardw
 
 
 def measured_rows(
-    bindings: Mapping[str, str], uses: Iterable[OpUse], hardware: Hardware, four_bits: bool
+    bindings: Mapping[str, str], uses: Iterable[OpUse], hardware: Hardware, expert_bits: int
 ) -> list[tuple[str, str]]:
     """What stored measurements decide on this device: how products of experts run by rows, and until when attention to
-    listed rows is masked. Says so where the device's own were never taken. four_bits: how experts are stored."""
+    listed rows is masked. Says so where the device's own were never taken. expert_bits: of their codes where they are
+    kept packed, else 0."""
     uses, rows = tuple(uses), []
-    grouped = {use.contract for use in uses if use.contract.startswith(_EXPERTS) and variant_of(use, bindings) == TILED}
-    for form in sorted(("w4" if four_bits else "bf16") if contract == _EXPERTS else "w4a8" for contract in grouped):
+    grouped = {use.contract for use in uses if use.contract.startswith(_EXPERTS) and variant_of(use, bindings) in TILED}
+    packed = f"w{expert_bits}" if expert_bits else ""
+    for form in sorted((packed + ("" if contract == _EXPERTS else "a8") if packed else "bf16") for contract in grouped):
         word = hardware.name if hardware.name in TABLES else next(iter(TABLES))
         rows.append((f"experts in {form}", f"{_runs(TABLES[word][form])}{_of(word, hardware)}"))
     sparse = [use for use in uses if use.contract == _SPARSE and variant_of(use, bindings) != REFERENCE]

@@ -18,9 +18,11 @@ from dayzero.acceptance.profile import plot
 from dayzero.acceptance.profile.report import PhaseReport, ProfileReport, Reporter, findings_of
 from dayzero.acceptance.profile.show import show
 from dayzero.arch.cost import flops_per_token
+from dayzero.blocks.moe import expert_sites
 from dayzero.blocks.site import reference
 from dayzero.commands.profile import ProfileArguments, phases_of
 from dayzero.console import Console
+from dayzero.decl import Fp8Blocks
 from dayzero.engine import graphs, load
 from dayzero.engine.config import EngineConfig
 from dayzero.engine.launch import LaunchSpec
@@ -200,6 +202,24 @@ def test_work_of_products_and_others_by_hand() -> None:
     assert Work(1e9, 5e7, "f32").floor(CEILINGS) == pytest.approx(1e-2)
     assert Work(1e9, 5e8, "f32").floor(CEILINGS) == pytest.approx(5e-2)
     assert Work(1e9, 0, "e4m3").floor(CEILINGS) == pytest.approx(1e-2), "the bf16 rate where there is none of its own"
+
+
+def test_work_of_experts_counts_the_bytes_that_are_stored() -> None:
+    """Of those that were chosen; codes and scales, whatever the rows are."""
+    from dayzero.engine.seeded import open_seeded
+
+    spec = open_seeded(f"seeded:{CONFIGS / 'deepseek_v32.json'}?layers=4").spec
+    site, moe = next(iter(expert_sites(spec).items()))
+    num = moe.router.experts
+    x, ids = torch.zeros(5, 64, dtype=torch.bfloat16), torch.tensor([[0, 7]] * 3 + [[7, 9], [-1, 9]])
+    plain = [torch.zeros(num, *shape, dtype=torch.bfloat16) for shape in ((200, 64), (200, 64), (64, 200))]
+    blocks = [(2, 1), (2, 1), (1, 2)]
+    packed = [Fp8Blocks(w.to(torch.float8_e4m3fn), torch.ones(num, *b)) for w, b in zip(plain, blocks, strict=True)]
+    counter, rows = Counter(spec), 2 * 5 * 64 * 2 + 10 * (8 + 4)
+    for stacks, each in ((plain, 2 * 3 * 200 * 64), (packed, 3 * 200 * 64 + 4 * 6)):
+        found = counter.work(Call(moe.contract, site, (x, ids, torch.zeros(5, 2), *stacks), {}, torch.zeros_like(x)))
+        assert found.num_bytes == rows + 3 * each and found.element == "bf16"
+        assert found.flops == 6.0 * moe.inner * moe.width * 9
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_eight_devices_hold_the_large_model_with_half_of_its_experts(tmp_path: P
 def test_what_a_person_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show(plan(tmp_path, "gpt_oss_20b", PlanOptions("h100", tp=1, **IN_A_RING)))
     told = capsys.readouterr().out
-    assert "experts: 9.47 GiB a rank as stored + a ring of 32.65 MiB" in told and "held:" not in told
+    assert "experts: 9.47 GiB a rank, in 4 bits as stored + a ring of 32.65 MiB" in told and "held:" not in told
     show(plan(tmp_path, "gpt_oss_20b", PlanOptions("h100", tp=1, expert_bytes=1 << 30)))
     told = " ".join(capsys.readouterr().out.split())
     assert "of 768 experts a rank; a step of one token chooses 96 and brings up" in told and "64 GB/s" in told

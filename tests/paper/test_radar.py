@@ -52,7 +52,7 @@ def test_what_a_trait_needs_is_not_there_already() -> None:
     [
         ("gated_delta_channel", "fast", "fast"), ("latent_attention", "fast", "fast"),
         ("stream_residual", "reference", "reference"), ("mxfp4", "fast", "fast"),
-        ("fp8_block", "reference", "reference"),
+        ("fp8_block", "fast", "reference"),
         ("no_position", "wiring", "wiring"), ("state_space", "missing", "missing"),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 from dayzero.arch.channels import MoE
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.moe import expert_sites
-from dayzero.decl import Mxfp4
+from dayzero.decl import Fp8Blocks, Mxfp4
 from dayzero.view import Paged, Span
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "bf16"}  # of the rate that a product is held to; others: f32
@@ -83,7 +83,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """Tensors within an argument; of what is cached none, as a call needs a part of it only."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mxfp4):
+    elif isinstance(value, Mxfp4 | Fp8Blocks):
         yield from (value.codes, value.scales)
     elif isinstance(value, Mapping):
         for inner in value.values():
@@ -98,7 +98,9 @@ def _bytes_of(values: Iterable[Any]) -> float:
     seen: dict[tuple[int, int], float] = {}
     total = 0.0
     for value in values:
-        if not isinstance(value, Tensor | Mxfp4 | tuple | list | Mapping | Paged) and hasattr(value, "nbytes"):
+        if not isinstance(value, Tensor | Mxfp4 | Fp8Blocks | tuple | list | Mapping | Paged) and hasattr(
+            value, "nbytes"
+        ):
             total += float(value.nbytes)
         for tensor in _tensors(value):
             size = float(tensor.numel() * tensor.element_size())
