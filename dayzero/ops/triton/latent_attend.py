@@ -87,8 +87,8 @@ def _chunk(
     """BLOCK_M queries of one head over the keys of the scratch. first_own: which of these keys is the first query's
     own; a query may lie before all of them, or behind. JOINS: queries behind all of them have sums over later keys.
     LAST: no keys come before these."""
-    h = tl.program_id(0)
-    block = first_block + tl.num_programs(1) - 1 - tl.program_id(1)  # late blocks see the most keys; they begin first
+    h = tl.program_id(1)  # from head to head: programs at work read the keys of few
+    block = first_block + tl.num_programs(0) - 1 - tl.program_id(0)  # late blocks see the most keys; they begin first
     token_M = block * BLOCK_M + tl.arange(0, BLOCK_M)
     real_M = token_M < num_tokens
     own_M = first_own + token_M
@@ -163,7 +163,7 @@ def chunk(
     tokens, num_keys = q_THD.shape[0], keys.kv_LX.shape[0]
     first_block = max(0, -keys.first_own) // tuning.block  # those before it see no key
     padded = [max(16, triton.next_power_of_2(max(width, 1))) for width in (nope, shared, value)]
-    _chunk[(heads, triton.cdiv(tokens, tuning.block) - first_block)](
+    _chunk[(triton.cdiv(tokens, tuning.block) - first_block, heads)](
         q_THD, keys.kv_LX, keys.shared_LP, out_THV, sums.out_THV, sums.lse_TH, *q_THD.stride()[:2],
         keys.kv_LX.stride(0), keys.shared_LP.stride(0), heads, tokens, keys.first_own, num_keys, first_block, scale,
         N=nope, N1=padded[0], P=shared, P1=padded[1], V=value, V1=padded[2], BLOCK_M=tuning.block, TILE=tuning.tile,
