@@ -190,13 +190,19 @@ _EXPERTS: tuple[Line, ...] = (
             ("moe.route", "route:route", ()), ("moe.matmul_route", "router:matmul_route", ("bf16",)),
         )
     ),
-    Line(
-        "moe.experts", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.experts:experts",
-        {
-            "act": ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ"), "bias": (False, True),
-            "activation": ("bf16",),
-        },
-        prepack=f"{_TRITON}.experts:pack", rank=20, dtypes=("bf16",), packed=("mxfp4", "fp8_block"),
+    *(
+        Line(
+            "moe.experts", variant, "cuda", needs, f"{place}:experts",
+            {
+                "act": ("silu", "gelu_tanh", "clamped", "silu_clamped", "situ"), "bias": (False, True),
+                "activation": ("bf16",),
+            },
+            prepack=f"{_TRITON}.experts:pack", rank=rank, dtypes=("bf16",), packed=("mxfp4", "fp8_block"),
+        )
+        for variant, needs, place, rank in (
+            ("triton", ("sm90", "triton"), f"{_TRITON}.experts", 20),
+            ("cuda", ("sm90", "triton", "cuda_bindings"), f"{_CUDA}.experts_few", 30),
+        )
     ),
     Line(
         "moe.experts_fp8_128", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.experts_fp8:experts",

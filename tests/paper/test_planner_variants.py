@@ -23,8 +23,8 @@ from tests.paper.test_planner_plan import CONFIGS, plan
 
 def test_every_use_is_listed_once_with_its_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = plan(tmp_path, "gpt_oss_20b", PlanOptions("h200"))
-    assert set(report.operators["moe.experts"]) == {"triton"} and len(report.operators["moe.experts"]["triton"]) == 24
-    assert report.to_json()["operators"]["moe.experts"] == {"triton": 24}
+    assert set(report.operators["moe.experts"]) == {"cuda"} and len(report.operators["moe.experts"]["cuda"]) == 24
+    assert report.to_json()["operators"]["moe.experts"] == {"cuda": 24}
     assert dict(report.measured)["experts in w4"].startswith("tiles of 16 rows; of 32 from 8 rows an expert")
     show_plan(report, Console())
     told = capsys.readouterr().out

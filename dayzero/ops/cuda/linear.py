@@ -134,10 +134,17 @@ def _of_fp8(rows: int, outputs: int, width: int) -> Setting:
     return Setting(8, 2, 1, 4)
 
 
-class _Constants(ctypes.Structure):
+class Constants(ctypes.Structure):
     """Of an activation, as the kernel takes them."""
 
     _fields_ = tuple((word, ctypes.c_float) for word in NUMBERS)
+
+
+def at_16_bytes(x_TK: Tensor) -> Tensor:
+    """bf16 rows that lie in a piece each and begin at 16 bytes; copied where they do not."""
+    if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
+        return x_TK.clone(memory_format=torch.contiguous_format)
+    return x_TK
 
 
 def _few(
@@ -149,9 +156,7 @@ def _few(
     glu, numbers, made = NO_GLU, [0.0] * len(NUMBERS), 16 * setting.tiles
     if activation is not None:
         (glu, numbers), outputs, made = activation_of(activation), outputs // 2, made // 2
-    x = x.reshape(-1, inputs)
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
+    x = at_16_bytes(x.reshape(-1, inputs))
     rows = x.shape[0]
     y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     kind = 0 if bias is None else 1 if bias.dtype == torch.bfloat16 else 2
@@ -162,7 +167,7 @@ def _few(
     overlap = torch.cuda.is_current_stream_capturing()
     grid, threads = (-(-outputs // made),), 32 * setting.warps
     forms = {"OUT_F32": int(dtype == torch.float32), "BIAS": kind, "GLU": glu, "ADDED": int(added is not None)}
-    kernel, constants = _kernel(setting, (rows + 7) // 8, forms, len(parts) > 1), _Constants(*numbers)
+    kernel, constants = _kernel(setting, (rows + 7) // 8, forms, len(parts) > 1), Constants(*numbers)
     arguments: tuple[Any, ...] = (x, *parts, bias, y, rows, outputs, inputs, *strides, constants, added)
     kernel(grid, threads, arguments, overlap=overlap)
     return y.view(*lead, outputs)
