@@ -275,7 +275,7 @@ __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& s
     product_wait<1>();
 #endif
     hold(u);
-    if (lane == 0) barrier_arrive(&shared.front_empty[stage]);
+    arrive_of_warp(&shared.front_empty[stage]);
     u32 update[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) update[i] = bf16_pair(u[2 * i], u[2 * i + 1]);
@@ -307,7 +307,7 @@ __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& s
       gates[i] = *reinterpret_cast<uint4*>(back.gate[group] + piece_at<C>(16 * i + (thread >> 3), thread & 7));
     __syncwarp();  // every lane has its gates before the place is given back
 #endif
-    if (lane == 0) barrier_arrive(&shared.back_empty[stage]);
+    arrive_of_warp(&shared.back_empty[stage]);
 
 #if !APART
     put_rows(args, shared, o, gates, n, first, last - first, head);
@@ -330,7 +330,6 @@ __device__ __forceinline__ void walk(const Args& args, const Run& run, Shared& s
 #if APART
 // The second warpgroup: o = S^T qd^T + u^T a^T, with what the first has left.
 __device__ __forceinline__ void put_all(const Args& args, const Run& run, Shared& shared, int head) {
-  int lane = threadIdx.x & 31;
   for (int n = 0; n < run.num_chunks; n++) {
     int stage = n % STAGES, parity = n / STAGES & 1, first, last;
     place(args, run, n, first, last);
@@ -352,10 +351,8 @@ __device__ __forceinline__ void put_all(const Args& args, const Run& run, Shared
     for (int step = 0; step < 4; step++) product_64x64(o, descriptor(u_low + step * 2), descriptor(a_low + step * 2), 1);
     finish();
     hold(o);
-    if (lane == 0) {
-      barrier_arrive(&shared.middle_empty[stage]);
-      barrier_arrive(&shared.back_empty[stage]);
-    }
+    arrive_of_warp(&shared.middle_empty[stage]);
+    arrive_of_warp(&shared.back_empty[stage]);
     put_rows(args, shared, o, gates, n, first, last - first, head);
   }
 }
@@ -377,11 +374,11 @@ extern "C" __global__ void __launch_bounds__(GROUPS == 2 ? 384 : APART ? 288 : 1
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&shared.front_full[i], 33);
       barrier_init(&shared.back_full[i], NORM ? 33 : 1);
-      barrier_init(&shared.front_empty[i], 4 * GROUPS);
-      barrier_init(&shared.back_empty[i], 4 * (GROUPS + APART));
+      barrier_init(&shared.front_empty[i], 4 * GROUPS * OF_A_WARP);
+      barrier_init(&shared.back_empty[i], 4 * (GROUPS + APART) * OF_A_WARP);
 #if APART
       barrier_init(&shared.middle_full[i], 128);
-      barrier_init(&shared.middle_empty[i], 4);
+      barrier_init(&shared.middle_empty[i], 4 * OF_A_WARP);
 #endif
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
