@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from dayzero.arch.channels import GLU, Channel, MoE
 from dayzero.arch.index import AnyIndex, LocalIndex
@@ -72,6 +72,8 @@ class Draft:
 
 
 COPIED = ("embed", "head")
+PRODUCT = "linear.matmul"
+LinearInputs = Literal["bf16", "fp8_128"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class ModelSpec:
     """family: the recipe's name. dim: width. max_positions: trained context in tokens. stop_ids: from the config only.
 
     extra: layers stored in the checkpoint that the plain forward does not run; counted apart from everything else.
-    facts: further effective values to show, by name.
+    facts: further effective values to show, by name. rounded: linear layers whose inputs are rounded to e4m3 with a
+    scale for each token and 128 columns; a plan's choice, not the model's.
     """
 
     family: str
@@ -94,6 +97,7 @@ class ModelSpec:
     vision: Vision | None = None
     extra: Draft | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    rounded: frozenset[str] = frozenset()
 
     def params(self) -> list[ParamDecl]:
         """Every parameter of the plain forward, in order: embed, layers, closing, head, vision."""
@@ -115,11 +119,20 @@ class ModelSpec:
         closing = self.layers[-1].residual.close_contracts(self.final_norm, f"layers.{len(self.layers) - 1}")
         uses = [OpUse("embed.lookup", "embed"), *uses, *closing]
         uses += [self.final_norm.use("final_norm"), OpUse("linear.matmul_f32", "head")]
-        return uses + (self.vision.contracts() if self.vision else [])
+        uses += self.vision.contracts() if self.vision else []
+        return [use for one in uses if (use := _with_inputs(one, self.rounded)) is not None]
 
     @property
     def modality(self) -> str:
         return "text+image" if self.vision else "text"
+
+
+def _with_inputs(use: OpUse, rounded: Container[str]) -> OpUse | None:
+    """The use, of rounded inputs where its site is among those; None for a composed operator that would not round
+    them."""
+    if any(part.partition("@")[2] in rounded for part in use.parts if part.startswith(f"{PRODUCT}@")):
+        return None
+    return replace(use, contract=f"{PRODUCT}_fp8_128") if use.contract == PRODUCT and use.site in rounded else use
 
 
 def mixer_word(mixer: Mixer) -> str:

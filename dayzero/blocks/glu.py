@@ -19,7 +19,7 @@ class GLUBlock:
     def __init__(self, spec: GLU, params: Params, site: Site, *, adds: bool = False) -> None:
         self.act, self.act_args = site.op("activation.glu", "act"), activation_args(spec.act)
         self.gated = self._at_once(params, site) or self._in_turn(params, site)
-        op = site.op(matmul_add.name, "down") if adds else matmul_add.body
+        op = site.op(matmul_add.name, "down") if adds and not site.rounds("down") else matmul_add.body
         self.down: Unary | None = None
         self.down_onto: Callable[[Tensor, Tensor], Tensor] | None = None
         if op is matmul_add.body:  # which is the two in turn
@@ -46,7 +46,9 @@ class GLUBlock:
 
     def _at_once(self, params: Params, site: Site) -> Unary | None:
         """None where no operator is bound that multiplies and activates, as its reference is the operators in turn, and
-        where the two weights cannot be one."""
+        where the two weights cannot be one or their inputs are rounded."""
+        if site.rounds("gate") or site.rounds("up"):
+            return None
         op = site.op(matmul_glu.name, "gate_up")
         together = None if op is matmul_glu.body else joined([params["gate"], params["up"]])
         if together is None:

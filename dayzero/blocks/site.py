@@ -5,7 +5,7 @@ A site is a name such as ``layers.3.mixer``; its operators are bound once, when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from dayzero.ops.bindings import chosen
 from dayzero.ops.catalog import CATALOG, Catalog
 from dayzero.ops.fp8_blocks import joined
 from dayzero.ops.latent_write import Turn
-from dayzero.ops.linear import Weight
+from dayzero.ops.linear import Weight, matmul
+from dayzero.ops.linear_rounded import matmul_fp8_128
 
 Bind = Callable[[str, str], Callable[..., Any]]  # (contract, site) -> function
 Prepack = Callable[[str, str], Callable[[Any], Any] | None]  # (contract, site) -> what lays its weight out, if any
@@ -75,12 +76,14 @@ class Params(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """name: ``layers.3.mixer``, also the prefix of this block's cache stores. tap sees values by site name."""
+    """name: ``layers.3.mixer``, also the prefix of this block's cache stores. tap sees values by site name. rounded:
+    sites of linear layers that round their inputs (``arch.spec.ModelSpec``)."""
 
     name: str
     bind: Bind = reference
     tap: Tap | None = None
     prepack: Prepack = as_stored
+    rounded: Container[str] = frozenset()
 
     def below(self, word: str) -> Site:
         return replace(self, name=self.part(word))
@@ -101,7 +104,7 @@ class Site:
 
     def linear(self, params: Params, name: str, *, bias: bool = False, f32: bool = False) -> Unary:
         """x [..., K] -> [..., N] with weight ``name`` [N, K] and bias ``name_bias`` [N]; f32: the result is float32."""
-        contract = "linear.matmul_f32" if f32 else "linear.matmul"
+        contract = "linear.matmul_f32" if f32 else self.product(name)
         op, bias_N = self.op(contract, name), params[f"{name}_bias"] if bias else None
         weight = self.laid_out(contract, name, params[name])
         return lambda x: op(x, weight, bias_N)
@@ -115,9 +118,9 @@ class Site:
         results are then slices along N. Variants' products do not depend on the other rows of a weight. Those that
         cannot be one (``ops/fp8_blocks.joined``) stay apart.
         """
-        contract = "linear.matmul"
+        contract, *others = {self.product(name) for name in names}
         packs = {self.prepack(contract, self.part(name)) for name in names}
-        alone = len(packs) > 1 or None in packs or len(names) < 2
+        alone = bool(others) or len(packs) > 1 or None in packs or len(names) < 2
         together = None if alone else joined([params[name] for name in names])
         if together is None:
             each = [self.linear(params, name, bias=bias) for name in names]
@@ -127,6 +130,14 @@ class Site:
         bias_N = torch.cat([params[f"{name}_bias"] for name in names]) if bias else None
         op = self.op(contract, names[0])
         return lambda x: op(x, weight, bias_N).split(sizes, dim=-1)
+
+    def product(self, name: str) -> str:
+        """The contract of the product with weight ``name``."""
+        return matmul_fp8_128.name if self.rounds(name) else matmul.name
+
+    def rounds(self, name: str) -> bool:
+        """Whether inputs of the product with weight ``name`` are rounded."""
+        return self.part(name) in self.rounded
 
     def laid_out(self, contract: str, part: str, weight_NK: Weight) -> Any:
         """The weight as the variant bound to this site takes it; the caller lets go of the original."""

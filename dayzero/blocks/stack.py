@@ -144,7 +144,7 @@ class Stack:
         forms: Forms = Forms(),
     ) -> None:
         self.spec, self.load, self.resident, self.forms = spec, load, resident, forms
-        self.site = Site("", bind, tap, prepack)
+        self.site = Site("", bind, tap, prepack, spec.rounded)
         self._held: dict[str, dict[str, Tensor]] = {}
         self._layers: dict[int, Layer] = {}
         self._head: Any = None

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dayzero.commands.frame import BindOption, CacheOption, ExpertInputsOption, RecipeOption, SourceArgument
+from dayzero.commands.frame import (
+    BindOption,
+    CacheOption,
+    ExpertInputsOption,
+    LinearInputsOption,
+    RecipeOption,
+    SourceArgument,
+)
 from dayzero.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +60,7 @@ class EngineArguments:
         typer.Option(metavar="SIZE", show_default="all", help="For routed experts; the others are read when chosen."),
     ] = None
     expert_inputs: ExpertInputsOption = "bf16"
+    linear_inputs: LinearInputsOption = "bf16"
     cache: CacheOption = "bf16"
     graphs: Annotated[
         str, typer.Option(metavar="auto|off", help="On a GPU: record steps of one token a row as CUDA graphs.")
@@ -103,6 +111,8 @@ def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> Launc
         raise UsageError("--allow-remote-code runs code only with --upstream; a recipe never needs it.")
     if arguments.upstream and (arguments.expert_memory is not None or arguments.expert_inputs != "bf16"):
         raise UsageError("--expert-memory and --expert-inputs need a recipe; leave them or --upstream out.")
+    if arguments.upstream and arguments.linear_inputs != "bf16":
+        raise UsageError("--linear-inputs needs a recipe; leave it or --upstream out.")
     if arguments.graphs not in ("auto", "off"):
         raise UsageError(f"--graphs {arguments.graphs}: give auto or off.")
     if arguments.upstream and arguments.cache != "bf16":
@@ -122,6 +132,7 @@ def launch_of(arguments: EngineArguments, stop_ids: Iterable[int] = ()) -> Launc
         bindings=tuple(parse_bindings(arguments.bindings or ()).items()),
         expert_bytes=None if arguments.expert_memory is None else size_of("--expert-memory", arguments.expert_memory),
         expert_inputs=arguments.expert_inputs,  # type: ignore[arg-type]
+        linear_inputs=arguments.linear_inputs,  # type: ignore[arg-type]
         cache=arguments.cache,
         seed=arguments.seed,
         graphs=arguments.graphs,  # type: ignore[arg-type]

@@ -66,6 +66,9 @@ BindOption = Annotated[
 ExpertInputsOption = Annotated[
     str, typer.Option(metavar="bf16|fp8_128", help="What inputs of routed experts are rounded to.")
 ]
+LinearInputsOption = Annotated[
+    str, typer.Option(metavar="bf16|fp8_128", help="What inputs of linear layers stored in FP8 blocks are rounded to.")
+]
 SourceArgument = Annotated[
     str,
     typer.Argument(

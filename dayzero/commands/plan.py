@@ -11,6 +11,7 @@ from dayzero.commands.frame import (
     BindOption,
     CacheOption,
     ExpertInputsOption,
+    LinearInputsOption,
     RecipeOption,
     SourceArgument,
     exit_code,
@@ -56,6 +57,7 @@ class PlanArguments:
     ] = None
     bindings: BindOption = None
     expert_inputs: ExpertInputsOption = "bf16"
+    linear_inputs: LinearInputsOption = "bf16"
     recipe: RecipeOption = None
 
 
@@ -81,6 +83,7 @@ def report_of(options: PlanArguments, console: Console) -> PlanReport:
         recipe=None if options.recipe is None else str(options.recipe),
         expert_bytes=None if options.expert_memory is None else size_of("--expert-memory", options.expert_memory),
         expert_inputs=options.expert_inputs,
+        linear_inputs=options.linear_inputs,
         bindings=parse_bindings(options.bindings or ()),
         catalog=load_entry_points()[0],
         known=load_hardware_entry_points(),

@@ -45,8 +45,9 @@ def engine_loop(launch: LaunchSpec, executor: LoadedExecutor, wake: Callable[[],
     info, config = executor.info, launch.config
     if launch.executor == "upstream":  # each request has the library's own cache there; nothing is shared
         config = replace(config, prefix_cache=False)
-    chosen = sorted(info.facts.get("bindings", {}).items()), info.facts.get("expert_inputs")
-    decides = (info.source, info.family, info.dtype, chosen)
+    chosen = sorted(info.facts.get("bindings", {}).items())
+    inputs = info.facts.get("expert_inputs"), info.facts.get("linear_inputs")
+    decides = (info.source, info.family, info.dtype, chosen, inputs)
     scheduler = Scheduler(
         executor.layout,
         executor.num_slabs,

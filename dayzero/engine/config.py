@@ -31,13 +31,13 @@ class EngineConfig:
     computed. image_cache_bytes: what encoded images may take that are kept for later requests. max_waiting: requests
     that may wait for a slot; more are refused as overload. bindings: (site pattern, variant) pairs that overrule the
     plan's choice. expert_bytes: memory for routed experts, the others are read when they are chosen; None: all are
-    held. expert_inputs: format that inputs of routed experts are rounded to. cache: what tokens' rows are kept in:
-    ``bf16`` (the activations' own type), ``fp8``, or records by kind of rows (``arch.record_choice``). seed: where
-    requests without a seed of their own draw it from. run_ahead: schedule each step before the result of the one before
-    is known; None: where the executor computes while the host goes on. graphs: record steps whose rows have one token
-    each and replay them: ``auto`` on accelerators, as far as the plan's operators can be captured; ``static`` calls the
-    same work again, on any device, to show that recording changes nothing. debug: check invariants and bounds after
-    every call, slowly.
+    held. expert_inputs: format that inputs of routed experts are rounded to; linear_inputs: those of linear layers
+    whose weights are stored in blocks of FP8. cache: what tokens' rows are kept in: ``bf16`` (the activations' own
+    type), ``fp8``, or records by kind of rows (``arch.record_choice``). seed: where requests without one of their own
+    draw it from. run_ahead: schedule each step before the result of the one before is known; None: where the executor
+    computes while the host goes on. graphs: record steps whose rows have one token each and replay them: ``auto`` on
+    accelerators, as far as the plan's operators can be captured; ``static`` calls the same work again, on any device,
+    to show that recording changes nothing. debug: check invariants and bounds after every call, slowly.
     """
 
     max_running: int = 64
@@ -55,6 +55,7 @@ class EngineConfig:
     bindings: tuple[tuple[str, str], ...] = ()
     expert_bytes: int | None = None
     expert_inputs: ExpertInputs = "bf16"
+    linear_inputs: ExpertInputs = "bf16"
     cache: str = "bf16"
     seed: int = 0
     run_ahead: bool | None = None
@@ -79,9 +80,10 @@ class EngineConfig:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         if self.dtype not in get_args(Dtype):
             raise UsageError(f"dtype is {self.dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
-        if self.expert_inputs not in get_args(ExpertInputs):
-            known = ", ".join(get_args(ExpertInputs))
-            raise UsageError(f"expert_inputs is {self.expert_inputs!r}; it must be one of {known}")
+        for name in ("expert_inputs", "linear_inputs"):
+            if getattr(self, name) not in get_args(ExpertInputs):
+                known = ", ".join(get_args(ExpertInputs))
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
         if self.graphs not in get_args(Graphs):
             raise UsageError(f"graphs is {self.graphs!r}; it must be one of {', '.join(get_args(Graphs))}")
         if not isinstance(self.cache, str):

@@ -19,7 +19,7 @@ from dayzero.blocks.stack import Load, Stack
 from dayzero.cache.layout import Dtype, Layout, lay_out
 from dayzero.cache.manager import CacheManager
 from dayzero.checkpoint.seeded_source import SEEDED
-from dayzero.decl import Fp8Blocks, Mxfp4
+from dayzero.decl import Form, Fp8Blocks, Mxfp4
 from dayzero.engine.api import EngineInfo
 from dayzero.engine.buckets import RecordingPlan, host_sites, plan_recording
 from dayzero.engine.choose import DRAW
@@ -37,6 +37,7 @@ from dayzero.planner.bindings import decide
 from dayzero.planner.detect import Kind, detect, free_bytes
 from dayzero.planner.experts import with_expert_inputs
 from dayzero.planner.image_processor import read_pixel_rule
+from dayzero.planner.linear_inputs import with_linear_inputs
 from dayzero.planner.packed_linears import linear_lines
 from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from dayzero.planner.variants import binding_rows
@@ -77,7 +78,8 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None, watch: 
     catalog, _ = load_entry_points()
     hardware, _ = detect(cast(Kind, launch.device))
     model, images = _with_images(_opened(launch, hardware.target))
-    model = replace(model, spec=with_records(with_expert_inputs(model.spec, config.expert_inputs), config.cache))
+    spec = with_records(with_expert_inputs(model.spec, config.expert_inputs), config.cache)
+    model = replace(model, spec=with_linear_inputs(spec, config.linear_inputs, _forms(model)))
     dtype = model.loader.dtype
     uses = (*model.spec.contracts(), *SAMPLING)
     bindings = decide(uses, hardware, ELEMENTS[dtype], dict(config.bindings), catalog)
@@ -106,6 +108,12 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None, watch: 
         table = [*info.table, ("images", images)]
         info = msgspec.structs.replace(info, images=image_info(model.spec.vision), table=table)
     return Loaded(hardware.target, model, stack, layout, num_slabs, info, experts, recording, graph_bytes, draws)
+
+
+def _forms(model: LoadedModel) -> dict[str, Form]:
+    """Form, by name, of the parameters that can stay as they are stored."""
+    found = {name: model.loader.packs(name) for name in model.loader.names()}
+    return {name: form for name, form in found.items() if form is not None}
 
 
 def _opened(launch: LaunchSpec, device: str) -> LoadedModel:
@@ -197,7 +205,8 @@ def _info(
         defaults=defaults, table=table, page_tokens=layout.page_tokens, pool_tokens=pool_tokens,
         max_running=config.max_running, facts={
             "bindings": dict(bindings), "bytes_read": model.loader.bytes_read, "expert_inputs": config.expert_inputs,
-            "cache_records": records_text(spec), "token_bytes": layout.token_bytes,
+            "linear_inputs": config.linear_inputs, "cache_records": records_text(spec),
+            "token_bytes": layout.token_bytes,
         },
     )  # fmt: skip
 

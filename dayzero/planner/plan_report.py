@@ -21,8 +21,9 @@ class PlanOptions:
     """What to plan for. Axis sizes None: tried out. context, concurrency: tokens and sequences to hold at once.
     known: device records by name. drafts: count layers beside the plain forward, on the last stage.
     expert_bytes: memory of a rank for routed experts, the others being brought up when they are chosen; None: all.
-    expert_inputs: format that inputs of routed experts are rounded to. bindings: variants of ``catalog`` asked for; all
-    other sites get what is chosen for the device."""
+    expert_inputs: format that inputs of routed experts are rounded to; linear_inputs: those of linear layers whose
+    weights are stored in blocks of FP8. bindings: variants of ``catalog`` asked for; all other sites get what is chosen
+    for the device."""
 
     hardware: str
     tp: int | None = None
@@ -37,6 +38,7 @@ class PlanOptions:
     drafts: bool = False
     expert_bytes: int | None = None
     expert_inputs: str = "bf16"
+    linear_inputs: str = "bf16"
     bindings: Mapping[str, str] = field(default_factory=dict)
     catalog: Catalog = field(default_factory=lambda: CATALOG, repr=False)
     known: Mapping[str, Hardware] = field(default_factory=lambda: HARDWARE, repr=False)

@@ -29,7 +29,8 @@ from dayzero.planner.experts import (
     with_expert_inputs,
 )
 from dayzero.planner.floors import floors, work_of
-from dayzero.planner.kept import as_kept, expert_form, expert_lines
+from dayzero.planner.kept import as_kept, expert_form, expert_lines, stored_forms
+from dayzero.planner.linear_inputs import linear_inputs_of, with_linear_inputs
 from dayzero.planner.packed_linears import linear_lines
 from dayzero.planner.placement import PaperModel, place_weights, read_model, stage_bytes, stages_of, weight_bytes
 from dayzero.planner.plan_report import Layout, PlanOptions, PlanReport, said_refusal
@@ -55,6 +56,7 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
     if options.expert_bytes is not None and not _has_experts(spec):
         raise UsageError(f"--expert-memory: {spec.family} has no experts; leave the option out.")
     bound = with_expert_inputs(with_records(spec, options.cache), expert_inputs_of(options.expert_inputs))
+    bound = with_linear_inputs(bound, linear_inputs_of(options.linear_inputs), stored_forms(model))
     uses = tuple(bound.contracts())
     bindings = decide(uses, hardware, DTYPE, options.bindings, options.catalog)
     lines = expert_lines(bound, bindings, options.catalog) | linear_lines(uses, bindings, options.catalog)
