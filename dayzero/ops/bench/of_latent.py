@@ -79,7 +79,7 @@ def _check(found: Mapping[str, Attend], given: dict[str, Any]) -> Mapping[str, t
     begins = sorted({0, span.count // 2, max(0, span.count - CHECKED_TOKENS)})
     some = tuple(Span(0, at, min(CHECKED_TOKENS, span.count - at), span.start + at) for at in begins)
     want = latent.attend.body(**given | {"rows": replace(rows, spans=some)})
-    at = torch.cat([torch.arange(s.first, s.first + s.count, device="cuda") for s in some])
+    at = torch.cat([torch.arange(s.first, s.first + s.count, device=want.device) for s in some])
     bound = latent.attend.bound["bf16"].value
     return {name: (relative_l2(one(**given)[at], want[at]), bound) for name, one in found.items()}
 
