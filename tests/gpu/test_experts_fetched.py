@@ -20,7 +20,7 @@ from tests.cpu.engine_support import Answer, Engine, ask, prompt_ids
 from tests.parity import close
 
 pytestmark = pytest.mark.gpu
-FORMS = {"gpt_oss_20b": "Tiles", "qwen3_30b_a3b": "Tensor"}  # in 4 bits; decoded
+FORMS = {"gpt_oss_20b": "Tiles", "qwen3_30b_a3b": "Tensor", "deepseek_v3": "ByteTiles"}  # in 4 bits; plain; in 8 bits
 
 
 @pytest.fixture(scope="module", params=FORMS)

@@ -25,6 +25,7 @@ if not triton.knobs.runtime.interpret:
 
 import triton.language as tl  # noqa: E402
 
+from dayzero.ops.triton import fp8_tiles  # noqa: E402
 from dayzero.ops.triton.fp8_tiles import HALF, ByteTiles, pack, widened_bytes  # noqa: E402
 from dayzero.ops.triton.mxfp4 import word_places  # noqa: E402
 
@@ -58,6 +59,54 @@ def test_tiles_hold_every_code_at_its_place() -> None:
         _read[12, 2](tiles.codes[number].contiguous(), out, 3)
         assert torch.equal(out[:200, :300], widened(stack[number]))
         assert not out[200:].any() and not out[:, 300:].any()
+
+
+def _executed(program: str, words: tuple[int, int]) -> list[int]:
+    """The four results of the inline assembly for two words, in whole numbers; its operations are few."""
+
+    def halves(x: int) -> Tensor:
+        return torch.tensor([x & 0xFFFF, x >> 16], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+    def times(a: int, b: int) -> int:
+        low, high = (halves(a).double() * halves(b).double()).to(torch.bfloat16).view(torch.int16).tolist()
+        return (low & 0xFFFF) | (high & 0xFFFF) << 16
+
+    registers = {"$4": words[0], "$5": words[1]}
+    for line in program.strip("{} \n").split(";"):
+        word, *operands = line.replace(",", " ").split() or [""]
+        if not word or word == ".reg":
+            continue
+        to, *values = operands
+        given = [registers[v] if v in registers else int(v, 0) for v in values]
+        registers[to] = {
+            "and.b32": lambda a, b=0, *_: a & b,
+            "shl.b32": lambda a, b=0, *_: a << b & 0xFFFFFFFF,
+            "shr.b32": lambda a, b=0, *_: a >> b,
+            "mov.b32": lambda a, *_: a,
+            "mul.rn.bf16x2": lambda a, b=0, *_: times(a, b),
+            "lop3.b32": lambda a, b=0, c=0, table=0, *_: (a & b) | c if table == 0xEA else -1,
+        }[word](*given)
+    return [registers[f"${i}"] for i in range(4)]
+
+
+def test_the_assembly_gives_what_the_interpreter_gives() -> None:
+    """Each pair of words of a tile with every code, signs and subnormals among them."""
+    codes = torch.arange(256).to(torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    codes = codes.view(1, 1, 256)[..., torch.randperm(256, generator=torch.Generator().manual_seed(1))]
+    tiles = pack(Fp8Blocks(codes.expand(1, 64, 256).view(torch.float8_e4m3fn), torch.ones(1, 1, 2)))
+    exact = codes[0, 0].view(torch.float8_e4m3fn).float()
+    for block in range(2):
+        for half in range(2):
+            words = tiles.codes[0, 0, block, half].view(2, 4, 8, 4, 2, 2)[:, 0, 0, :, 0]  # of the first row
+            for k5 in range(2):
+                for k1 in range(4):
+                    pair = [int(w) & 0xFFFFFFFF for w in words[k5, k1].tolist()]
+                    planes = _executed(fp8_tiles._ASSEMBLY.value, (pair[0], pair[1]))
+                    for plane, value in enumerate(planes):  # [k4, k3]
+                        got = torch.tensor([value & 0xFFFF, value >> 16], dtype=torch.int32).to(torch.int16)
+                        column = block * 128 + half * 64 + k5 * 32 + (plane >> 1) * 16 + (plane & 1) * 8 + k1 * 2
+                        assert torch.equal(got.view(torch.bfloat16).float(), exact[column : column + 2])
 
 
 @pytest.mark.parametrize(("parts", "high"), [(2, 64), (3, 128)])
