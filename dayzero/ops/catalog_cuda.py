@@ -52,6 +52,11 @@ _PLAIN: tuple[Line, ...] = (
         "linear.matmul_fp8_128", "triton", "cuda", ("sm90", "triton"), f"{_TRITON}.linear_rounded:matmul", _BIAS,
         prepack=f"{_TRITON}.linear_rounded:pack", rank=20, dtypes=("bf16",), packed=("fp8_block",),
     ),
+    Line(
+        "linear.matmul_fp8_128", "few_rows", "cuda", ("sm90", "triton", "cuda_bindings"),
+        f"{_CUDA}.linear_rounded:matmul", _BIAS, prepack=f"{_CUDA}.linear_rounded:pack", rank=30, dtypes=("bf16",),
+        packed=("fp8_block",),
+    ),
     Line("linear.matmul", "torch_cuda", "cuda", (), f"{_VENDOR}.torch_cuda:matmul", _BIAS, rank=10),
     Line("linear.matmul_f32", "torch_cuda", "cuda", (), f"{_VENDOR}.torch_cuda:matmul_f32", _BIAS, rank=10),
     Line("linear.grouped", "torch_cuda", "cuda", (), f"{_VENDOR}.torch_cuda:grouped", rank=10),

@@ -87,7 +87,7 @@ def _rounded(rows: int, outputs: int, inputs: int) -> Prepared:
 
     size = outputs * inputs + 2 * rows * (inputs + outputs)
     return prepared(
-        ("linear.matmul_fp8_128", "triton"), make, size, rows={"x_TK": 0}, flops=2.0 * rows * outputs * inputs,
+        ("linear.matmul_fp8_128", "few_rows"), make, size, rows={"x_TK": 0}, flops=2.0 * rows * outputs * inputs,
         peers={"cuBLAS bf16": cublas, **({"torch._scaled_mm": scaled} if rows >= MOST_TILED else {})}, most=12,
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ def _entries() -> Iterator[Entry]:
     for name, (outputs, inputs) in (MATRICES | GATED).items():
         for rows in ROWS:
             make = partial(_rounded, rows, outputs, inputs)
-            yield Entry("linear.matmul_fp8_128", "triton", f"M={rows} N={outputs} K={inputs} {name}", make)
+            yield Entry("linear.matmul_fp8_128", "few_rows", f"M={rows} N={outputs} K={inputs} {name}", make)
 
 
 def entries() -> Sequence[Entry]:

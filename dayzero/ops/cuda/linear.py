@@ -19,9 +19,11 @@ from dayzero.ops.cuda import build, linear_fp8
 from dayzero.ops.cuda.build import Kernel, load
 from dayzero.ops.fp8_blocks import packed_rows
 from dayzero.ops.triton import machine
+from dayzero.ops.triton.linear_fp8 import Rounded
 from dayzero.ops.vendor import torch_cuda
 
 Weight = Tensor | Fp8Blocks
+MOST_ROWS = 16  # that the kernel takes
 
 
 def check_machine() -> None:
@@ -90,6 +92,13 @@ def few_added(x_TK: Tensor, w_NK: Weight, added_TN: Tensor) -> Tensor | None:
     return _few(x_TK, w_NK, None, x_TK.dtype, setting, added=added_TN)
 
 
+def few_rounded(x_TK: Rounded, w_NK: Weight, bias_N: Tensor | None) -> Tensor | None:
+    """The product in bf16, with codes of x that are bf16 numbers and a weight in 8 bits; None as above, and for another
+    weight."""
+    setting = _setting(x_TK.codes, w_NK) if isinstance(w_NK, Fp8Blocks) else None
+    return None if setting is None else _few(x_TK.codes, w_NK, bias_N, x_TK.codes.dtype, setting, x_scales=x_TK.scales)
+
+
 def _setting(x: Tensor, w: Weight) -> Setting | None:
     """How the kernel for few rows is launched; None where others take over: more rows, other dtypes, and rows that do
     not begin at 16 bytes."""
@@ -102,7 +111,7 @@ def _setting(x: Tensor, w: Weight) -> Setting | None:
     if not (aligned and codes.dtype == stored and x.dtype == torch.bfloat16 and x.numel() and outputs):
         return None
     rows = x.numel() // width
-    if width % piece or rows > 16 or (rows > 8 and outputs * width > 17 << 20):
+    if rows > MOST_ROWS or (rows > 8 and outputs * width > 17 << 20):
         return None
     return _of_fp8(rows, outputs, width) if isinstance(w, Fp8Blocks) else _of_bf16(rows, outputs, width)
 
@@ -149,9 +158,10 @@ def at_16_bytes(x_TK: Tensor) -> Tensor:
 
 def _few(
     x: Tensor, w: Weight, bias: Tensor | None, dtype: torch.dtype, setting: Setting,
-    *, activation: Mapping[str, Any] | None = None, added: Tensor | None = None,
+    *, activation: Mapping[str, Any] | None = None, added: Tensor | None = None, x_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """activation: of the products with the two halves of w. added: what the product is added to. None: none."""
+    """activation: of the products with the two halves of w. added: what the product is added to. x_scales: of codes, by
+    block of columns and row. None: none."""
     lead, (outputs, inputs) = x.shape[:-1], w.shape
     glu, numbers, made = NO_GLU, [0.0] * len(NUMBERS), 16 * setting.tiles
     if activation is not None:
@@ -161,14 +171,16 @@ def _few(
     y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     kind = 0 if bias is None else 1 if bias.dtype == torch.bfloat16 else 2
     bias = bias if bias is None else bias.contiguous() if kind == 1 else bias.float().contiguous()
-    parts = (w.codes, w.scales) if isinstance(w, Fp8Blocks) else (w,)
-    strides = [ctypes.c_int64(part.stride(0)) for part in (x, *parts)]
+    fp8 = isinstance(w, Fp8Blocks)
+    parts = (x, x_scales, w.codes, w.scales) if isinstance(w, Fp8Blocks) else (x, w)
+    strides = [ctypes.c_int64(0 if part is None else part.stride(0)) for part in parts]
     # In a graph weights are there already, so they may be asked for while the kernel ahead still runs.
     overlap = torch.cuda.is_current_stream_capturing()
     grid, threads = (-(-outputs // made),), 32 * setting.warps
     forms = {"OUT_F32": int(dtype == torch.float32), "BIAS": kind, "GLU": glu, "ADDED": int(added is not None)}
-    kernel, constants = _kernel(setting, (rows + 7) // 8, forms, len(parts) > 1), Constants(*numbers)
-    arguments: tuple[Any, ...] = (x, *parts, bias, y, rows, outputs, inputs, *strides, constants, added)
+    forms |= {"XSCALED": int(x_scales is not None)} if fp8 else {}
+    kernel, constants = _kernel(setting, (rows + 7) // 8, forms, fp8), Constants(*numbers)
+    arguments: tuple[Any, ...] = (*parts, bias, y, rows, outputs, inputs, *strides, constants, added)
     kernel(grid, threads, arguments, overlap=overlap)
     return y.view(*lead, outputs)
 

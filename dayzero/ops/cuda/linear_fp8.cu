@@ -5,6 +5,8 @@
 // which it is exactly; what a stage adds up lies in one block of 128 columns, and is multiplied by its scale: so nothing
 // is rounded but sums. Rows that share a scale: those of a block of threads, or of each of its halves (GLU).
 //
+// XSCALED: x is codes too, in bf16, and has scales by block of columns and row: a block's are x_behind the one before.
+//
 // A code of NaN (0x7f, 0xff) would be read as 480: whoever lays a weight out refuses it.
 //
 // UNROLL (1 or 2) blocks of 64 k a stage, STAGES of the ring; all else is told of in linear_parts.cuh.
@@ -16,6 +18,14 @@
 struct Inputs {
   uint4 row[UNROLL][COLS][2];
   float scale[SCALED];
+  float of_x[COLS][2];  // of the two rows that a thread has sums of
+};
+
+struct Scales {
+  const float* of_w[SCALED];
+  const float* of_x;
+  i64 behind;
+  int count, own;  // rows of x; the first of a thread's two
 };
 
 // The sign and the 7 bits below it go where bf16 has them, its exponent's upper half zero: 2^-120 of the number, if need
@@ -32,9 +42,18 @@ __device__ __forceinline__ u32 lower(u32 four) { return widened(four, 0x9180); }
 __device__ __forceinline__ u32 upper(u32 four) { return widened(four, 0xb3a2); }
 
 __device__ __forceinline__ void fetch(Inputs& into, const u16* const* rows, const bool* there,
-                                      const float* const* scales, int k, int first, int inputs) {
+                                      const Scales& scales, int k, int first, int inputs) {
 #pragma unroll
-  for (int i = 0; i < SCALED; ++i) into.scale[i] = first < inputs ? scales[i][first / 128] : 0.f;
+  for (int i = 0; i < SCALED; ++i) into.scale[i] = first < inputs ? scales.of_w[i][first / 128] : 0.f;
+#pragma unroll
+  for (int j = 0; j < COLS; ++j)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int m = 8 * j + scales.own + i;
+      into.of_x[j][i] = !XSCALED ? 1.f
+                        : first < inputs && m < scales.count ? scales.of_x[(first / 128) * scales.behind + m]
+                                                             : 0.f;
+    }
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u)
 #pragma unroll
@@ -46,8 +65,9 @@ __device__ __forceinline__ void fetch(Inputs& into, const u16* const* rows, cons
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) few_rows_fp8(
-    const u16* x, const u8* w, const float* scales, const void* bias, void* y, int count, int outputs, int inputs,
-    i64 x_stride, i64 w_stride, i64 scale_stride, Constants with, const u16* added) {
+    const u16* x, const float* x_scales, const u8* w, const float* scales, const void* bias, void* y, int count,
+    int outputs, int inputs, i64 x_stride, i64 x_behind, i64 w_stride, i64 scale_stride, Constants with,
+    const u16* added) {
   extern __shared__ uint4 ring[];  // [STAGES][EACH][THREADS]
   asm volatile("griddepcontrol.launch_dependents;");  // who comes next may ask for its weights already, and then waits
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -56,9 +76,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_rows_fp8(
   const u8* rows[TILES * 2];
 #pragma unroll
   for (int r = 0; r < TILES * 2; ++r) rows[r] = w + (i64)weight_row(r, g, outputs) * w_stride + own_k;
-  const float* blocks[SCALED];
+  Scales blocks;
 #pragma unroll
-  for (int i = 0; i < SCALED; ++i) blocks[i] = scales + (weight_row(i * TILES, 0, outputs) / 128) * scale_stride;
+  for (int i = 0; i < SCALED; ++i) blocks.of_w[i] = scales + (weight_row(i * TILES, 0, outputs) / 128) * scale_stride;
+  blocks.of_x = x_scales, blocks.behind = x_behind, blocks.count = count, blocks.own = 2 * t;
   auto order = [&](int number) {
     const u32 slot = own + (number % STAGES) * (EACH * THREADS * 16);
     const int k = begin + number * step;
@@ -115,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_rows_fp8(
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const bool second = GLU >= 0 && 2 * tile + i / 2 >= TILES;
-          c[tile][j][i] = fmaf(part[tile][j][i], now.scale[second ? SCALED - 1 : 0], c[tile][j][i]);
+          const float scale = now.scale[second ? SCALED - 1 : 0] * now.of_x[j][i % 2];
+          c[tile][j][i] = fmaf(part[tile][j][i], scale, c[tile][j][i]);
         }
     order(s + STAGES - 1);
     now = next;
