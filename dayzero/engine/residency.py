@@ -86,6 +86,10 @@ class Residency:
         self._coming: list[Future[Expert]] = []
         self._counts: Counter[str] = Counter()
 
+    def expert_bytes(self, layer: int) -> int:
+        """Of one of the layer's experts where it is held."""
+        return self._tiers[layer].expert_bytes
+
     # --- the pass of a step through a layer
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
@@ -259,6 +263,11 @@ class FetchedStack:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all experts where they are held, a third: what the layer's three matrices say adds up to their bytes."""
+        return self.shape[0] * self._residency.expert_bytes(self._layer) // 3
 
     def __getitem__(self, expert: int) -> Any:
         return self._residency.get(self._layer, expert)[self._name]

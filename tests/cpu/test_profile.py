@@ -30,6 +30,7 @@ from dayzero.engine.profiling import ceilings, measure
 from dayzero.engine.profiling.hooks import Hooks
 from dayzero.engine.profiling.measure import WARM_STEPS, Bench, Measured, Phase
 from dayzero.engine.profiling.work import Call, Counter, Work
+from dayzero.engine.residency import FetchedStack, Residency
 from dayzero.engine.step_driver import StepDriver
 from dayzero.errors import MachineError, UsageError
 from dayzero.hardware import HARDWARE
@@ -216,7 +217,10 @@ def test_work_of_experts_counts_the_bytes_that_are_stored() -> None:
     blocks = [(2, 1), (2, 1), (1, 2)]
     packed = [Fp8Blocks(w.to(torch.float8_e4m3fn), torch.ones(num, *b)) for w, b in zip(plain, blocks, strict=True)]
     counter, rows = Counter(spec), 2 * 5 * 64 * 2 + 10 * (8 + 4)
-    for stacks, each in ((plain, 2 * 3 * 200 * 64), (packed, 3 * 200 * 64 + 4 * 6)):
+    tier = SimpleNamespace(expert_bytes=3 * 12_345, num_experts=num)
+    away = Residency({3: tier}, 1 << 20)
+    fetched = [FetchedStack(away, 3, name, (num, 1, 1)) for name in ("gate", "up", "down")]
+    for stacks, each in ((plain, 2 * 3 * 200 * 64), (packed, 3 * 200 * 64 + 4 * 6), (fetched, 3 * 12_345)):
         found = counter.work(Call(moe.contract, site, (x, ids, torch.zeros(5, 2), *stacks), {}, torch.zeros_like(x)))
         assert found.num_bytes == rows + 3 * each and found.element == "bf16"
         assert found.flops == 6.0 * moe.inner * moe.width * 9

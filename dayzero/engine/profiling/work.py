@@ -142,13 +142,10 @@ def _heads(call: Call) -> tuple[float, float]:
 
 
 def _of_experts(call: Call, moe: MoE) -> Work:
-    x, ids = call.args[0], call.args[1]
+    ids = call.args[1]
     chosen = ids[ids >= 0]
     touched = int(chosen.unique().numel())
-    held = _bytes_of(call.args[3:6])
-    if not held:  # experts that are fetched when they are chosen
-        held = 3.0 * moe.router.experts * moe.inner * moe.width * x.element_size()
-    moved = _bytes_of([*call.args[:3], call.out]) + held * touched / moe.router.experts
+    moved = _bytes_of([*call.args[:3], call.out]) + _bytes_of(call.args[3:6]) * touched / moe.router.experts
     return Work(6.0 * moe.inner * moe.width * chosen.numel(), moved, _element(call))
 
 
