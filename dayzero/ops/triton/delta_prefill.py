@@ -7,6 +7,7 @@ for all heads and slices of the values at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from dayzero.ops.triton.delta_chunk_run import MOST_ROWS, TRITON, Finish, Gate, 
 from dayzero.ops.triton.machine import check_machine
 
 __all__ = ["check_machine", "chunked", "delta_chunked", "prefill"]
-_CHANNELS_AT_ONCE = 1024  # of a convolution's program: 16 bytes a thread in bf16
+_CHANNELS_AT_ONCE = 1024  # of a convolution's program: 8 a thread, 16 bytes in bf16
 _CONVOLVE_REGISTERS = 128  # the most without spills, and four programs a multiprocessor
 
 
@@ -119,14 +120,21 @@ def _convolved(raw: Raw, weights: Weights, kept: Kept, rows: Rows) -> tuple[Tens
     keys, values, num_taps = raw.k_TC.shape[1], raw.v_TC.shape[1], taps[0].shape[1]
     if num_taps > MOST_ROWS:
         raise ValueError(f"{num_taps} taps reach over more than a chunk of {MOST_ROWS} tokens; bind the reference here")
-    at_once = min(_CHANNELS_AT_ONCE, triton.next_power_of_2(max(keys, values)))
+    at_once = _channels_at_once(keys, values)
     parts, unit = 2 * triton.cdiv(keys, at_once) + triton.cdiv(values, at_once), row_unit(*inputs)
     steps = [step for x in inputs for step in (x.stride(0) // unit, x.stride(1))]
     convolve[(parts, rows.num_chunks)](
         *inputs, *taps, *windows, *made, rows.first, rows.count, rows.row, rows.starts, rows.start, rows.slots,
         *steps, *(x.stride(0) for x in windows), rows.slots.stride(0), keys, values, W=num_taps, BC=at_once,
-        EVEN=keys % at_once == values % at_once == 0, UNIT=unit, num_warps=4, maxnreg=_CONVOLVE_REGISTERS,
+        EVEN=keys % at_once == values % at_once == 0, UNIT=unit, num_warps=max(1, at_once // 256),
+        maxnreg=_CONVOLVE_REGISTERS,
     )  # fmt: skip
     widths = (kept.state_NHKV.shape[2], kept.state_NHKV.shape[2], kept.state_NHKV.shape[3])
     q, k, v = (y.unflatten(-1, (-1, width)) for y, width in zip(made, widths, strict=True))
     return q, k, v
+
+
+def _channels_at_once(keys: int, values: int) -> int:
+    """Of a convolution's program: what divides both numbers, or, where that is less than a warp's, all with a mask."""
+    even = math.gcd(keys, values, _CHANNELS_AT_ONCE)
+    return even if even >= 256 else min(_CHANNELS_AT_ONCE, triton.next_power_of_2(max(keys, values)))
