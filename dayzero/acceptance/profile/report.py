@@ -22,6 +22,7 @@ from dayzero.planner.next_bindings import Untried, untried
 SCHEMA = 1
 LEAST_ACCOUNTED = 0.9
 LONGER = 1.05  # times the context asked for: some steps go by until all rows decode, and while they are measured
+JOINED = ("linear.matmul", "linear.matmul_fp8_128")  # products of one input, which may be called as one
 _REST = {  # where the time is that no operator took
     "kernels": "the rest is in kernels and copies that no operator launched: glue of blocks, inputs, the sampler",
     "marks": "the rest lies between operators: the host, copies, glue of blocks; see its share",
@@ -177,7 +178,7 @@ class Reporter:
             parent, _, word = site.rpartition(".")
             if (contract, site) in measured.times:
                 called[contract, parent] = contract, site
-            elif contract == "linear.matmul" and (contract, parent) in called:
+            elif contract in JOINED and (contract, parent) in called:
                 first = called[contract, parent]
                 out[first] = f"{out.get(first, '')}+{word}"
         return out
