@@ -149,10 +149,10 @@ def test_tokens_do_not_depend_on_their_neighbours(form: str) -> None:
     assert torch.equal(_variant().experts(**{**given, **part}), whole[:5])
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 64, 256, 1500])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256, 1700])
 @pytest.mark.parametrize("rounds", [False, True])
 def test_experts_in_8_bits_at_a_models_size(tokens: int, rounds: bool) -> None:
-    """7,168 x 2,048, eight chosen, of 64 experts."""
+    """7,168 x 2,048, eight chosen, of 64 experts: every row of the table."""
     from dayzero.ops.experts_fp8 import experts_fp8_128
     from dayzero.ops.triton import experts_fp8
 

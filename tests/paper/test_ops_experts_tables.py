@@ -10,7 +10,7 @@ from dayzero.ops.experts_tables import PROGRAMS, TABLES, in_parts, settings_of
 
 
 @pytest.mark.parametrize("device", TABLES)
-@pytest.mark.parametrize("form", ["bf16", "w4", "w4a8"])
+@pytest.mark.parametrize("form", ["bf16", "w4", "w4a8", "w8", "w8a8"])
 def test_every_number_of_rows_has_its_settings(device: str, form: str) -> None:
     runs = TABLES[device][form]
     assert [run.below for run in runs] == sorted(run.below for run in runs)
