@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +38,7 @@ from dayzero.planner.bindings import decide
 from dayzero.planner.detect import Kind, detect, free_bytes
 from dayzero.planner.experts import with_expert_inputs
 from dayzero.planner.image_processor import read_pixel_rule
+from dayzero.planner.kept import kept_as
 from dayzero.planner.linear_inputs import with_linear_inputs
 from dayzero.planner.packed_linears import linear_lines
 from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
@@ -103,7 +105,8 @@ def load_model(launch: LaunchSpec, progress: LoadProgress | None = None, watch: 
     free = max(0, free_bytes(hardware.target) - experts.bytes_to_come - graph_bytes)
     num_slabs = _pool_slabs(layout, config, model.spec, free, hardware.target)
     info = _info(launch, model, layout, num_slabs, bindings, experts)
-    info = msgspec.structs.replace(info, table=[info.table[0], ("device", hardware.name), *info.table[1:]])
+    rows = [info.table[0], ("device", hardware.name), *info.table[1:], *_linear_rows(linears, config)]
+    info = msgspec.structs.replace(info, table=rows)
     if images is not None and model.spec.vision is not None:
         table = [*info.table, ("images", images)]
         info = msgspec.structs.replace(info, images=image_info(model.spec.vision), table=table)
@@ -209,6 +212,13 @@ def _info(
             "token_bytes": layout.token_bytes,
         },
     )  # fmt: skip
+
+
+def _linear_rows(kept: Mapping[str, Form], config: EngineConfig) -> list[tuple[str, str]]:
+    """Of the start table: linear layers whose weights stay as they are stored."""
+    forms = Counter(kept.values())
+    told = [f"{counted(count, 'weight')} {kept_as(form)}" for form, count in forms.items()]
+    return [("linear layers", f"{', '.join(told)}, inputs {config.linear_inputs}")] if told else []
 
 
 def ending_ids(launch: LaunchSpec, files: TokenizerFiles, vocab: int) -> list[int]:

@@ -226,12 +226,14 @@ def test_an_engine_loads_weights_as_the_bound_variants_take_them(
         with monkeypatch.context() as patch:
             patch.setattr(engine_load, "_placed", placed)
             patch.setattr(engine_load, "load_entry_points", lambda: (catalog, ()))
-            engine_load.load_model(launch)
+            tables.append(dict(engine_load.load_model(launch).info.table))
         packed = {name: value for name, value in seen.items() if isinstance(value, Fp8Blocks)}
         return {name: value for name, value in packed.items() if "experts" not in name}
 
-    assert not held((("*", "reference"),))
+    tables: list[dict[str, str]] = []
+    assert not held((("*", "reference"),)) and "linear layers" not in tables[0]
     kept = held((("*", "reference"), ("linear.matmul", "blocks")))
+    assert tables[1]["linear layers"] == f"{len(kept)} weights in 8 bits as stored, inputs bf16"
     assert "layers.0.mixer.o" in kept and not any("kv_b" in name or "router" in name for name in kept)
 
 
