@@ -27,8 +27,8 @@ from bad_server import (
 from dayzero.acceptance.accept.http import Answer, Client, events_of
 from dayzero.acceptance.accept.service import Servers
 from dayzero.acceptance.accept.stage import Context, RunningServer, Subject
-from dayzero.acceptance.stages import asking, contract, framing, probes
-from dayzero.acceptance.stages.answers import Malformed, at
+from dayzero.acceptance.stages import asking, contract, framing, probes, shapes
+from dayzero.acceptance.stages.answers import Choice, Malformed, Reply, Score, at
 from dayzero.acceptance.stages.asking import Ask, Checks
 from dayzero.acceptance.stages.refusals import problem
 
@@ -153,8 +153,12 @@ def _cards(change: Any) -> Any:
     return _changing("/v1/models", lambda body: [change(card) for card in body["data"]])
 
 
-def _longer(card: dict[str, Any]) -> None:
+def _lower(card: dict[str, Any]) -> None:
     card["max_model_len"] -= 1000
+
+
+def _higher(card: dict[str, Any]) -> None:
+    card["max_model_len"] += 1000
 
 
 def _reversed(call: Call, status: int, body: Any) -> tuple[int, Any]:
@@ -282,7 +286,8 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
         Fault(answer=_changing("/v1/models", lambda body: body["data"].append(body["data"][0]))), "models",
         {"models.names"}),
     "no card of one model": (Fault(answer=_on("GET", "/v1/models/small", 404)), "models", {"models.one"}),
-    "a limit that is not": (Fault(answer=_cards(_longer)), "models.limit", {"models.limit"}),
+    "a limit that is not": (Fault(answer=_cards(_lower)), "models.limit", {"models.limit"}),
+    "a limit that is less": (Fault(answer=_cards(_higher)), "models.limit", {"models.limit-held"}),
     "parts are lost": (
         Fault(request=replacing("messages", lambda turns: [{**turn, "content": ""} if isinstance(turn["content"], list)
                                                            else turn for turn in turns])),
@@ -408,6 +413,35 @@ def test_a_broken_promise_is_found_by_the_finding_that_is_for_it(
     found_by(fault, check, expected, good, subject, contract.checks())
 
 
+@pytest.mark.parametrize(("margin", "same"), [(0.1, True), (2.0, False)])
+def test_a_tie_that_company_turns_over_is_no_other_answer(margin: float, same: bool) -> None:
+    def reply(*ids: int) -> Reply:
+        scores = [Score("a", -0.5, (("a", -0.5), ("b", -0.5 - margin)))] * 2
+        return Reply(Answer(200, {}, b"", 0.1), [Choice(0, text=str(ids), ids=[*ids], scores=scores)], None)
+
+    ask: Any = SimpleNamespace(
+        rounding=0.25, whole=lambda *given, **fields: reply(1, 2), amount=lambda *each: each[0],
+        scored=lambda api, count: {"logprobs": count},
+    )  # fmt: skip
+    assert shapes._same(ask, "x", reply(1, 2), reply(1, 2).one)
+    assert shapes._same(ask, "x", reply(1, 2), reply(1, 3).one) is same
+
+
+def _cold(call: Call, status: int, body: Any) -> tuple[int, Any]:
+    """The first answer of each prompt, which no cache helped with, is another one."""
+    if isinstance(body, dict) and body.get("output") and not MIXED:
+        MIXED.append(1)
+        body["output"][0]["content"][0]["text"] += "x"
+    return status, body
+
+
+def test_a_first_answer_that_rounding_made_another_is_asked_for_again(good: RunningServer, subject: Subject) -> None:
+    MIXED.clear()
+    with bad_server(good, Fault(answer=_cold)) as other:
+        out = judged(other, subject, contract.checks(), "responses")
+    assert not kinds(out, "fail") and MIXED, out.findings
+
+
 @pytest.mark.parametrize(
     ("spent", "verdict", "tries"),
     [((64.0, 3.0), "pass", 2), ((64.0, 64.0, 64.0), "fail", 3), ((3.0,), "pass", 1)],
@@ -426,7 +460,7 @@ def test_clients_of_a_busy_machine_leave_more_than_once(
 
     monkeypatch.setattr(probes, "_load", lambda ask: (0.0, 0.0))
     monkeypatch.setattr(probes, "_left", leaves)
-    monkeypatch.setattr(probes, "_settled", lambda ask: counter[0])
+    monkeypatch.setattr(probes, "_settled", lambda ask, name: counter[0])
     monkeypatch.setattr(probes, "read_numbers", lambda client: {probes.GENERATED: counter[0]})
     out = Checks("t")
     probes._cancelled(asked, out)

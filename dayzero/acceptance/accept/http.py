@@ -115,6 +115,11 @@ class Client:
     def post(self, path: str, body: Any, **more: Any) -> Answer:
         return self.request("POST", path, body, **more)
 
+    def status_of(self, path: str, body: Any) -> int:
+        """Post, and go away once the head of the answer has come: its status. Errors: NoAnswer."""
+        with self._opened("POST", path, body, None, None) as (response, _):
+            return response.status
+
     def leave(self, path: str, body: Any, num_bytes: int, timeout: float | None = None) -> bytes:
         """Post, and go away once ``num_bytes`` of the body have come, or all of it. Returns what has."""
         data = b""

@@ -81,10 +81,11 @@ def _responses(ask: Ask, out: Checks) -> None:
         "responses.usage", "its usage adds up, and max_output_tokens is held", right, f"{sums}, {status} {reason}",
         f"{NUM_TOKENS} output tokens at most", remedy="Count as for chat.",
     )  # fmt: skip
-    _response_stream(out, body, _sent(ask, RESPONSES, {**asked, "stream": True}))
+    _response_stream(ask, out, body, asked)
 
 
-def _response_stream(out: Checks, body: Any, answer: Answer) -> None:
+def _response_stream(ask: Ask, out: Checks, body: Any, asked: dict[str, Any]) -> None:
+    answer = _sent(ask, RESPONSES, {**asked, "stream": True})
     events = [event for event in answer.events if not event.done]
     types = _types(events)
     wrong = []
@@ -102,7 +103,10 @@ def _response_stream(out: Checks, body: Any, answer: Answer) -> None:
         if event.json["type"] in ("response.output_text.delta", "response.reasoning_text.delta")
     )  # fmt: skip
     last = at(events[-1].json, "response", kind=dict)
-    texts = (_response_text(body), deltas, _response_text(last))
+    said = _response_text(body)
+    if said != deltas:  # it was the first of its prompt; one that finds the prompt in a cache too must agree
+        said = _response_text(_sent(ask, RESPONSES, asked).json)
+    texts = (said, deltas, _response_text(last))
     out.judge("responses.stream", "deltas, the last event and the whole answer hold one text", len(set(texts)) == 1,
               texts, "equal", remedy="Build the last event from what was streamed.")  # fmt: skip
     first = at(events[0].json, "response", "id", kind=str)
@@ -174,10 +178,11 @@ def _messages(ask: Ask, out: Checks) -> None:
     out.judge("messages.shape", "a message has the fields of its API", right, f"{body['type']}, {stop}, {counts}",
               f"a message of {NUM_TOKENS} tokens at most, stop_reason one of {ends}",
               remedy="Give every field of the reference.")  # fmt: skip
-    _message_stream(out, body, _sent(ask, MESSAGES, {**asked, "stream": True}))
+    _message_stream(ask, out, body, asked)
 
 
-def _message_stream(out: Checks, body: Any, answer: Answer) -> None:
+def _message_stream(ask: Ask, out: Checks, body: Any, asked: dict[str, Any]) -> None:
+    answer = _sent(ask, MESSAGES, {**asked, "stream": True})
     events = [event for event in answer.events if event.json and event.json.get("type") != "ping"]
     types = _types(events)
     wrong = [f"event {kind} without a name" for kind, event in zip(types, events) if not event.name][:1]
@@ -201,6 +206,8 @@ def _message_stream(out: Checks, body: Any, answer: Answer) -> None:
     wrong += [f"block {open_block} is never closed"] if open_block is not None else []
     out.judge("messages.order", "events of a streamed message come in their order", not wrong, wrong[:4] or len(types),
               "message_start, blocks opened and closed in turn, message_delta, message_stop", remedy=ORDER)  # fmt: skip
+    if "".join(deltas) != _message_text(body):  # as for responses: the first of its prompt was computed whole
+        body = _sent(ask, MESSAGES, asked).json
     texts = ("".join(deltas), _message_text(body))
     out.judge("messages.stream", "deltas and the whole message hold one text", len(set(texts)) == 1, texts, "equal",
               remedy="Stream what the whole answer holds.")  # fmt: skip

@@ -17,6 +17,8 @@ from dayzero.acceptance.stages.refusals import problem
 HEADER_BYTES = 100_000
 AT_ONCE = 16
 FREED_SECONDS = 15.0
+# Tokens that were computed; where a server does not tell, those that clients were told, which may be less.
+MADE = ("engine_generated_tokens_total", GENERATED)
 GONE = "requests_client_gone_total"  # of a server of ours: clients that it saw leave
 LONGEST = 4096  # tokens of answers that nobody waits for: so many that they are not over before their clients left
 ABORT = "Abort a request in the engine when its connection closes, and free its blocks."
@@ -185,8 +187,8 @@ def _cancelled(ask: Ask, out: Checks) -> None:
     for _ in range(TRIES):  # a client on a busy machine may leave when its answer is over
         before = read_numbers(ask.client)
         held, seconds = _left(ask, clients, tokens)
-        layer = _who_kept(ask, before, clients)
-        spent = _settled(ask) - before[GENERATED] if GENERATED in before else None
+        layer, made = _who_kept(ask, before, clients), next((name for name in MADE if name in before), "")
+        spent = _settled(ask, made) - before[made] if made else None
         if any(held) or spent is None or spent < CUT_SHARE * asked or not ask.ignores_stops:
             break
     out.judge(
@@ -230,10 +232,10 @@ def _who_kept(ask: Ask, before: Mapping[str, float], clients: int) -> str:
     return "server" if GONE in before and seen < clients else "scheduler"
 
 
-def _settled(ask: Ask) -> float:
-    """The counter of generated tokens, once it no longer grows: some servers update it now and then."""
+def _settled(ask: Ask, name: str) -> float:
+    """A counter of generated tokens, once it no longer grows: some servers update it now and then."""
     last, deadline = -1.0, time.monotonic() + FREED_SECONDS
-    while (now := read_numbers(ask.client).get(GENERATED, 0.0)) != last and time.monotonic() < deadline:
+    while (now := read_numbers(ask.client).get(name, 0.0)) != last and time.monotonic() < deadline:
         last = now
         time.sleep(0.3)
     return now

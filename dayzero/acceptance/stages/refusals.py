@@ -13,6 +13,7 @@ from dayzero.acceptance.stages.asking import Ask, Check, Checks
 BAD = (400, 422)
 LEAST_WORDS = 20_000  # of a prompt that is too long; more where the context is
 SECONDS = 20.0  # for one answer: a bad request that is taken may keep a server busy for as long as it likes
+SHARE = 1 / 3  # of what a whole answer is given, where that is more: on a machine that is slow
 USER = {"role": "user", "content": "Hello."}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 NEVER_500 = "Check each field's type and range before the engine sees it, and answer 400 with the field's name."
@@ -129,7 +130,7 @@ def _tell(
 
 def _try(ask: Ask, api: Api, body: Any) -> Answer | str:
     try:
-        return ask.client.post(PATHS[api], body, timeout=SECONDS)
+        return ask.client.post(PATHS[api], body, timeout=max(SECONDS, ask.client.timeout * SHARE))
     except NoAnswer as error:
         return str(error)
 
