@@ -77,16 +77,16 @@ def _steps(
 
 
 # Else compiled anew for 1 and for multiples of 16.
-@triton.jit(do_not_specialize=["num_tokens", "first_own", "num_keys", "first_block"])
+@triton.jit(do_not_specialize=["num_tokens", "first_own", "num_keys", "first_block", "joins", "last"])
 def _chunk(
     q, kv, shared, out, sums, lse, q_token, q_head, kv_row, shared_row, num_heads, num_tokens, first_own, num_keys,
-    first_block, scale,
+    first_block, joins, last, scale,
     N: tl.constexpr, N1: tl.constexpr, P: tl.constexpr, P1: tl.constexpr, V: tl.constexpr, V1: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILE: tl.constexpr, JOINS: tl.constexpr, LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one head over the keys of the scratch. first_own: which of these keys is the first query's
-    own; a query may lie before all of them, or behind. JOINS: queries behind all of them have sums over later keys.
-    LAST: no keys come before these."""
+    own; a query may lie before all of them, or behind. joins: queries behind all of them have sums over later keys.
+    last: no keys come before these. One kernel for all of it, so that none is compiled for the first long prompt."""
     h = tl.program_id(1)  # from head to head: programs at work read the keys of few
     block = first_block + tl.num_programs(0) - 1 - tl.program_id(0)  # late blocks see the most keys; they begin first
     token_M = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -117,23 +117,22 @@ def _chunk(
     v = tl.arange(0, V1)
     at_M = token_M.to(tl.int64) * num_heads + h
     place = at_M[:, None] * V + v[None]
-    if JOINS:
-        joins_M = real_M & (own_M >= num_keys)
-        later_M = tl.load(lse + at_M, mask=joins_M, other=float("-inf"))
-        higher = tl.maximum(top, later_M)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink, weight = tl.exp2(top - safe), tl.exp2(later_M - safe)
-        later = tl.load(sums + place, mask=joins_M[:, None] & (v[None] < V), other=0.0)
-        acc = acc * shrink[:, None] + later * weight[:, None]
-        total = total * shrink + weight
-        top = higher
-    result = acc / tl.where(total == 0, 1.0, total)[:, None]
-    if LAST:
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=real_M[:, None] & (v[None] < V))
-    else:
-        has_M = real_M & (own_M >= 0)
-        tl.store(sums + place, result, mask=has_M[:, None] & (v[None] < V))
-        tl.store(lse + at_M, top + tl.log2(total), mask=has_M)
+    joins_M = real_M & (own_M >= num_keys) & (joins != 0)
+    later_M = tl.load(lse + at_M, mask=joins_M, other=float("-inf"))
+    higher = tl.maximum(top, later_M)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink, weight = tl.exp2(top - safe), tl.exp2(later_M - safe)
+    later = tl.load(sums + place, mask=joins_M[:, None] & (v[None] < V), other=0.0)
+    total = total * shrink + weight
+    by = 1.0 / tl.where(total == 0, 1.0, total)
+    result = acc * (shrink * by)[:, None] + later * (weight * by)[:, None]
+    tl.debug_barrier()  # a thread may store what another one has loaded
+    has_M = real_M & (own_M >= 0)
+    to_out = (has_M & (last != 0))[:, None] & (v[None] < V)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=to_out)
+    has_M = has_M & (last == 0)
+    tl.store(sums + place, result, mask=has_M[:, None] & (v[None] < V))
+    tl.store(lse + at_M, higher + tl.log2(total), mask=has_M)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +164,10 @@ def chunk(
     padded = [max(16, triton.next_power_of_2(max(width, 1))) for width in (nope, shared, value)]
     _chunk[(triton.cdiv(tokens, tuning.block) - first_block, heads)](
         q_THD, keys.kv_LX, keys.shared_LP, out_THV, sums.out_THV, sums.lse_TH, *q_THD.stride()[:2],
-        keys.kv_LX.stride(0), keys.shared_LP.stride(0), heads, tokens, keys.first_own, num_keys, first_block, scale,
+        keys.kv_LX.stride(0), keys.shared_LP.stride(0), heads, tokens, keys.first_own, num_keys, first_block,
+        int(keys.joins), int(keys.last), scale,
         N=nope, N1=padded[0], P=shared, P1=padded[1], V=value, V1=padded[2], BLOCK_M=tuning.block, TILE=tuning.tile,
-        JOINS=keys.joins, LAST=keys.last, num_warps=tuning.warps, num_stages=tuning.stages,
+        num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
 
 
