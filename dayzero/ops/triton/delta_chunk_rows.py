@@ -103,11 +103,21 @@ def _older(x_ptr, window_ptr, taps_ptr, cols, t, x_t, inside, kept, goes_on, W: 
 
 
 @triton.jit
+def _four_tokens(x_ptr, t, x_t, inside):
+    d = tl.load(x_ptr + t * x_t, mask=inside, other=0.0)
+    e = tl.load(x_ptr + (t + 1) * x_t, mask=inside, other=0.0)
+    f = tl.load(x_ptr + (t + 2) * x_t, mask=inside, other=0.0)
+    g = tl.load(x_ptr + (t + 3) * x_t, mask=inside, other=0.0)
+    return d, e, f, g
+
+
+@triton.jit
 def _walk(
     x_ptr, taps_ptr, window_ptr, y_ptr, x_t, x_c, channels, part, count, kept, goes_on, W: tl.constexpr,
     BC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """BC channels of a chunk, four tokens at a time. x_ptr, y_ptr: token 0 of the chunk; window_ptr: the row's."""
+    """BC channels of a chunk, four tokens at a time, which are read while the four before are convolved. x_ptr, y_ptr:
+    token 0 of the chunk; window_ptr: the row's."""
     cols = part * BC + tl.arange(0, BC)
     inside = (cols < channels) | EVEN
     x_ptr += cols * x_c
@@ -122,11 +132,14 @@ def _walk(
         b = _seen(x_ptr, window_ptr, -2, x_t, inside, kept, goes_on, W)
     if W > 1:
         c = _seen(x_ptr, window_ptr, -1, x_t, inside, kept, goes_on, W)
-    for t in range(0, count - 3, 4):  # all loads before the first store, which nothing may be moved across
-        d = tl.load(x_ptr + t * x_t, mask=inside, other=0.0).to(tl.float32)
-        e = tl.load(x_ptr + (t + 1) * x_t, mask=inside, other=0.0).to(tl.float32)
-        f = tl.load(x_ptr + (t + 2) * x_t, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(x_ptr + (t + 3) * x_t, mask=inside, other=0.0).to(tl.float32)
+    whole, nothing = count // 4 * 4, none.to(x_ptr.dtype.element_ty)
+    next_d, next_e, next_f, next_g = nothing, nothing, nothing, nothing
+    if whole > 0:
+        next_d, next_e, next_f, next_g = _four_tokens(x_ptr, 0, x_t, inside)
+    for t in range(0, whole, 4):
+        d, e, f, g = next_d.to(tl.float32), next_e.to(tl.float32), next_f.to(tl.float32), next_g.to(tl.float32)
+        ahead = tl.minimum(t + 4, whole - 4)  # so that none lies behind the chunk
+        next_d, next_e, next_f, next_g = _four_tokens(x_ptr, ahead, x_t, inside)
         old_0, old_1, old_2, old_3 = none, none, none, none
         if W > 4:
             old_0 = _older(x_ptr, window_ptr, taps_ptr, cols, t, x_t, inside, kept, goes_on, W, BC)
@@ -138,7 +151,7 @@ def _walk(
         _store_silu(y_ptr, t + 2, channels, inside, old_2, c, d, e, f, taps, W)
         _store_silu(y_ptr, t + 3, channels, inside, old_3, d, e, f, g, taps, W)
         a, b, c = e, f, g
-    for t in range(count // 4 * 4, count):
+    for t in range(whole, count):
         d = tl.load(x_ptr + t * x_t, mask=inside, other=0.0).to(tl.float32)
         old = none
         if W > 4:

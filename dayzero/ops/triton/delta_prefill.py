@@ -22,8 +22,8 @@ from dayzero.ops.triton.delta_chunk_run import MOST_ROWS, TRITON, Finish, Gate, 
 from dayzero.ops.triton.machine import check_machine
 
 __all__ = ["check_machine", "chunked", "delta_chunked", "prefill"]
-_CHANNELS_AT_ONCE = 1024  # of a convolution's program: 8 a thread, 16 bytes in bf16
-_CONVOLVE_REGISTERS = 128  # the most without spills, and four programs a multiprocessor
+_CHANNELS_AT_ONCE = 512  # of a convolution's program, 4 a thread: twice as many would leave room for half the warps
+_CONVOLVE_REGISTERS = 80  # in bf16 nothing is spilled, and 24 warps have a multiprocessor
 
 
 def delta_chunked(
@@ -126,7 +126,7 @@ def _convolved(raw: Raw, weights: Weights, kept: Kept, rows: Rows) -> tuple[Tens
     convolve[(parts, rows.num_chunks)](
         *inputs, *taps, *windows, *made, rows.first, rows.count, rows.row, rows.starts, rows.start, rows.slots,
         *steps, *(x.stride(0) for x in windows), rows.slots.stride(0), keys, values, W=num_taps, BC=at_once,
-        EVEN=keys % at_once == values % at_once == 0, UNIT=unit, num_warps=max(1, at_once // 256),
+        EVEN=keys % at_once == values % at_once == 0, UNIT=unit, num_warps=max(1, at_once // 128),
         maxnreg=_CONVOLVE_REGISTERS,
     )  # fmt: skip
     widths = (kept.state_NHKV.shape[2], kept.state_NHKV.shape[2], kept.state_NHKV.shape[3])
@@ -137,4 +137,4 @@ def _convolved(raw: Raw, weights: Weights, kept: Kept, rows: Rows) -> tuple[Tens
 def _channels_at_once(keys: int, values: int) -> int:
     """Of a convolution's program: what divides both numbers, or, where that is less than a warp's, all with a mask."""
     even = math.gcd(keys, values, _CHANNELS_AT_ONCE)
-    return even if even >= 256 else min(_CHANNELS_AT_ONCE, triton.next_power_of_2(max(keys, values)))
+    return even if even >= 128 else min(_CHANNELS_AT_ONCE, triton.next_power_of_2(max(keys, values)))
