@@ -90,16 +90,16 @@ def _dot(w, x, FORM: tl.constexpr):
 @triton.jit
 def _product(
     x, x_scales, behind, codes, scales, bias, out, num_rows, outputs, inputs, x_stride, w_stride, scale_stride,
-    FORM: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, HIGH: tl.constexpr,
+    FORM: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of x, tiles of the weight, SPLIT). out [T, N]; in parts [SPLIT, T, N] in f32, without the bias.
+    """Grid (tiles of x, tiles of the weight, parts). out [T, N]; unless WHOLE [parts, T, N] in f32, without the bias.
     x_scales: None, or by block of columns, each ``behind`` the one before, and row of x. FORM: of ``_dot``."""
     follow()
     tile, high, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m, n = tile * ROWS + tl.arange(0, ROWS), high * HIGH + tl.arange(0, HIGH)
     inside, exists = m < num_rows, n < outputs
     blocks = tl.cdiv(inputs, _BLOCK)
-    steps = tl.cdiv(blocks, SPLIT)
+    steps = tl.cdiv(blocks, tl.num_programs(2))
     first = part * steps
     at_x = x + m[None, :].to(tl.int64) * x_stride
     at_w = codes + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * w_stride
@@ -118,21 +118,21 @@ def _product(
         if x_scales is not None:
             part_y *= tl.load(x_scales + block * behind + m, mask=inside, other=0.0)[None, :]
         y += part_y * tl.load(scales + block) if FORM > 0 else part_y
-    if SPLIT == 1 and bias is not None:
+    if WHOLE and bias is not None:
         y += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[:, None]
     to = out + (part * num_rows + m)[None, :].to(tl.int64) * outputs + n[:, None]
     tl.store(to, nearest(y, out.dtype.element_ty), mask=exists[:, None] & inside[None, :])
 
 
 @triton.jit
-def _add(parts, bias, out, num_rows, outputs, SPLIT: tl.constexpr, STEP: tl.constexpr):
-    """Grid (T, steps of a row): out [T, N] of the sums in parts [SPLIT, T, N], and the bias."""
+def _add(parts, bias, out, num_rows, outputs, PARTS: tl.constexpr, STEP: tl.constexpr):
+    """Grid (T, steps of a row): out [T, N] of the sums in parts [PARTS, T, N], and the bias."""
     follow()
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * STEP + tl.arange(0, STEP)
     exists = n < outputs
     y = tl.zeros((STEP,), tl.float32)
-    for part in tl.static_range(SPLIT):
+    for part in tl.static_range(PARTS):
         y += tl.load(parts + (part * num_rows + row) * outputs + n, mask=exists, other=0.0)
     if bias is not None:
         y += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
@@ -170,12 +170,12 @@ def product(
         _product[ceil_div(rows, how.rows), ceil_div(outputs, how.high), split](
             x, x_scales, 0 if x_scales is None else x_scales.stride(0), codes, scales, bias_N, parts, rows, outputs,
             inputs, x.stride(0), codes.stride(0), 0 if scales is None else scales.stride(0), FORM=form,
-            EVEN=inputs % BLOCK == 0, SPLIT=split, ROWS=how.rows, HIGH=how.high, num_warps=how.warps,
+            EVEN=inputs % BLOCK == 0, WHOLE=split == 1, ROWS=how.rows, HIGH=how.high, num_warps=how.warps,
             num_stages=how.stages, **FOLLOWS,
         )  # fmt: skip
         if split > 1:
             _add[rows, ceil_div(outputs, _ADDED)](
-                parts, bias_N, out, rows, outputs, SPLIT=split, STEP=_ADDED, num_warps=4, **FOLLOWS
+                parts, bias_N, out, rows, outputs, PARTS=split, STEP=_ADDED, num_warps=4, **FOLLOWS
             )
     return out.view(*lead, outputs)
 
