@@ -69,22 +69,18 @@ def _byte_sums(
         right = _rows_of(at + columns[:, None], columns, inside, K, EVEN)
         step = step if SPLIT == 1 else tl.minimum(step, wide - 1)
         word = words + step * (2 * _HALF)
-        a = widened_bytes(tl.load(one + word), TALL)
-        b = widened_bytes(tl.load(one + word + _HALF), TALL)
-        y = _times(b, right, _times(a, left, tl.zeros((HIGH, ROWS), tl.float32)))
-        y *= tl.load(one_blocks + block + step)
+        own, other = tl.load(one_blocks + block + step), tl.load(two_blocks + block + step)  # early: they take a while
         if scales is not None:
             scale = tl.load((scales + step * behind) + tl.arange(0, ROWS))[None, :]
-            y *= scale
-        g += y
+        a = widened_bytes(tl.load(one + word), TALL)
+        b = widened_bytes(tl.load(one + word + _HALF), TALL)
+        y = _times(b, right, _times(a, left, tl.zeros((HIGH, ROWS), tl.float32))) * own
+        g += y if scales is None else y * scale
         if TWO:
             a = widened_bytes(tl.load(two + word), TALL)
             b = widened_bytes(tl.load(two + word + _HALF), TALL)
-            y = _times(b, right, _times(a, left, tl.zeros((HIGH, ROWS), tl.float32)))
-            y *= tl.load(two_blocks + block + step)
-            if scales is not None:
-                y *= scale
-            u += y
+            y = _times(b, right, _times(a, left, tl.zeros((HIGH, ROWS), tl.float32))) * other
+            u += y if scales is None else y * scale
     return g, u
 
 
