@@ -176,6 +176,8 @@ def check_shape(folder: Path, name: str, out: Path) -> None:
     ]  # fmt: skip
     assert not told, f"renew it where this is meant (see the top of this file): {told}; failed: {failed}"
     assert len(record["stages"]) == 8 and record["complete"] and sum(record["counts"].values()) >= 40
+    started = sorted(path.name for path in (out / "servers").glob("server-*.log"))
+    assert len(started) == 3, f"one to share, one to hurt, and that one again: {started}"
 
 
 @pytest.mark.golden
