@@ -64,9 +64,8 @@ def _given(
 def _check(given: dict[str, Any]) -> Tensor:
     """By the kernels here, each row within the bound of the reference."""
     module = _module()
-    assert module._fits(
-        given["x_TD"], given["ids_TN"], tuple(given[f"{n}"] for n in ("gate_EID", "up_EID", "down_EDI"))
-    )
+    stacks = given["gate_EID"], given["up_EID"], given["down_EDI"]
+    assert module._way(given["x_TD"], given["ids_TN"], stacks) == 0
     got: Tensor = module.experts(**given)
     want = reference.body(**given)
     assert got.dtype == want.dtype and got.shape == want.shape
@@ -170,7 +169,7 @@ def test_what_does_not_fit_goes_the_other_way(tokens: int, width: int, inner: in
     module = _module()
     given = _given(tokens, (6, 2, width, inner))
     stacks = given["gate_EID"], given["up_EID"], given["down_EDI"]
-    assert not module._fits(given["x_TD"], given["ids_TN"], stacks)
+    assert module._way(given["x_TD"], given["ids_TN"], stacks) is None
     assert relative_l2(module.experts(**given), reference.body(**given)) <= BOUND
     none = {name: given[name][:0] for name in ("x_TD", "ids_TN", "weights_TN")}
     assert module.experts(**{**given, **none}).shape == (0, width)

@@ -15,9 +15,8 @@
 //
 // WARPS a block, STAGES of the ring (1 KB a warp each), BIAS: 0 none, 1 bf16, 2 f32. Where EACH is defined, gate_up:
 // channels a warp, at most 32; GLU. Where ROWS is, down_sum: rows a block, an even number; CHOSEN: experts a token.
-#include "products.cuh"
+#include "experts_few.cuh"
 
-#define THREADS (WARPS * 32)
 #define STEP 256
 
 struct Pair {
@@ -28,19 +27,6 @@ struct Pair {
 struct Sums {
   float one, two;
 };
-
-__device__ __forceinline__ i64 expert_at(const i64* ids) {
-  i64 expert;  // past the first-level cache, which may hold ids of another layer
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(expert) : "l"(ids) : "memory");
-  return expert;
-}
-
-__device__ __forceinline__ float bias_at(const void* bias, i64 n) {
-  if (BIAS == 1) return __uint_as_float((u32)((const u16*)bias)[n] << 16);
-  return BIAS == 2 ? ((const float*)bias)[n] : 0.f;
-}
-
-__device__ __forceinline__ void store(u16* to, float x) { *to = (u16)(__float_as_uint(narrowed(x)) >> 16); }
 
 // The sums that count, on all lanes. A lane's c are of parts lane / 4 (c[0], c[1] of the first row, c[2], c[3] of the
 // second) and columns 2 (lane % 4) and the next.
@@ -146,54 +132,35 @@ extern "C" __global__ void __launch_bounds__(THREADS) down_sum(
     const u16* hidden, const i64* ids, const float* weights, const u16* down, const void* bias, u16* out, int experts,
     int outputs, int inputs, i64 down_stride, i64 down_row) {
   extern __shared__ uint4 ring[];
-  __shared__ float sums[CHOSEN][ROWS], weight_of[CHOSEN];
-  __shared__ i64 expert_of[CHOSEN];
-  __shared__ int ascending[CHOSEN];
+  __shared__ float sums[CHOSEN][ROWS];
+  __shared__ Choices choices;
   asm volatile("griddepcontrol.launch_dependents;");
   const int token = blockIdx.x, first = blockIdx.y * ROWS, warp = threadIdx.x / 32, n = threadIdx.x;
-  if (n < CHOSEN) {  // written before gate_up began: see there
-    const i64 expert = expert_at(ids + token * CHOSEN + n);
-    expert_of[n] = expert < experts ? expert : -1;
-  }
-  __syncthreads();
+  read_ids(choices, ids + token * CHOSEN, experts);
   // A warp's items: pair by pair of rows, the pairs' choices dealt to the warps in turn.
   const int pairs = (min(ROWS, outputs - first) + 1) / 2, items = (pairs * CHOSEN - warp + WARPS - 1) / WARPS;
   products(
       ring, items, inputs,
       [&](int item) {
         const int number = warp + item * WARPS, row = first + number / CHOSEN * 2;
-        const i64 expert = expert_of[number % CHOSEN];
+        const i64 expert = choices.expert[number % CHOSEN];
         if (expert < 0 || item >= items) return Pair{down, down, false};
         const u16* rows = down + expert * down_stride;
         return Pair{rows + row * down_row, rows + min(row + 1, outputs - 1) * down_row, true};
       },
-      [&] {
-        if (n < CHOSEN) {
-          int before = 0;
-          for (int other = 0; other < CHOSEN; ++other)
-            before += expert_of[other] < expert_of[n] || (expert_of[other] == expert_of[n] && other < n);
-          ascending[before] = n;
-        }
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-        if (n < CHOSEN) weight_of[n] = weights[token * CHOSEN + n];
-      },
+      [&] { read_weights(choices, weights + token * CHOSEN); },
       [&](int item) { return hidden + ((i64)token * CHOSEN + (warp + item * WARPS) % CHOSEN) * inputs; },
       [&](int item, Sums both) {
         const int number = warp + item * WARPS, row = number / CHOSEN * 2, which = number % CHOSEN;
-        if (n % 32 < 2 && expert_of[which] >= 0) {
+        if (n % 32 < 2 && choices.expert[which] >= 0) {
           const float sum = n % 32 ? both.two : both.one;
           const int channel = min(first + row + n % 32, outputs - 1);
-          sums[which][row + n % 32] = narrowed(sum + bias_at(bias, expert_of[which] * outputs + channel));
+          sums[which][row + n % 32] = narrowed(sum + bias_at(bias, choices.expert[which] * outputs + channel));
         }
       });
   __syncthreads();
   for (int row = n; row < ROWS && first + row < outputs; row += THREADS) {
-    float total = 0.f;
-#pragma unroll
-    for (int i = 0; i < CHOSEN; ++i) {
-      const int which = ascending[i];
-      if (expert_of[which] >= 0) total = __fadd_rn(total, __fmul_rn(weight_of[which], sums[which][row]));
-    }
+    const float total = weighted(choices, [&](int which) { return sums[which][row]; });
     store(out + (i64)token * outputs + first + row, total);
   }
 }

@@ -1,5 +1,5 @@
-"""``moe.experts`` for up to four tokens at the speed of reading plain stacks; for more, and for stacks in other forms,
-the variant in Triton.
+"""``moe.experts`` for up to four tokens at the speed of reading stacks, plain here or in tiles of 4 or 8 bits
+(``experts_few_tiles``); for more, the variant in Triton.
 
 Two launches: gate and up with the activation, and down with the weighted sum. A token's experts are read for it alone:
 where two tokens chose the same one its matrices are asked for twice, at about the same time, so that the second-level
@@ -20,13 +20,13 @@ from torch import Tensor
 from dayzero.ops.activation import activation_of
 from dayzero.ops.cuda import build
 from dayzero.ops.cuda.build import Kernel, load
+from dayzero.ops.cuda.experts_few_tiles import RINGS, Biases, biases_of, bits_of, few_tiles
 from dayzero.ops.cuda.linear import NO_GLU, Constants, at_16_bytes
 from dayzero.ops.triton import experts as triton_experts
 from dayzero.ops.triton import machine
 from dayzero.units import ceil_div
 
 MOST_TOKENS, MOST_CHOSEN = 4, 32
-Biases = tuple[Tensor, Tensor, Tensor] | None
 _NUMBERS = 8  # of bf16 in 16 bytes, which a thread reads at once
 
 
@@ -58,18 +58,25 @@ def experts(
     """``moe.experts`` in bf16, for stacks as ``triton.experts`` takes them. In a graph, stacks must have been there
     before the graph is replayed. Sums in f32; a token's sum runs over experts in ascending id where it is one of few,
     over n where it is not."""
-    stacks = gate_EID, up_EID, down_EDI
-    if not _fits(x_TD, ids_TN, stacks):
-        return triton_experts.experts(x_TD, ids_TN, weights_TN, *stacks, activation, biases)
+    stacks, rows = (gate_EID, up_EID, down_EDI), (x_TD, ids_TN, weights_TN)
+    way = _way(x_TD, ids_TN, stacks)
+    if way is None:
+        return triton_experts.experts(*rows, *stacks, activation, biases)
+    if way:
+        return few_tiles(rows, stacks, activation, biases, RINGS[way])
     how = launches_of(ids_TN.shape[1], x_TD.shape[1], gate_EID.shape[1], machine.num_processors(x_TD.device))
-    return few((x_TD, ids_TN, weights_TN), stacks, activation, biases, how)
+    return few(rows, stacks, activation, biases, how)
 
 
-def _fits(x_TD: Tensor, ids_TN: Tensor, stacks: tuple[Any, ...]) -> bool:
-    """Whether the kernels here take it: few tokens, plain stacks in bf16 whose rows begin at 16 bytes."""
+def _way(x_TD: Tensor, ids_TN: Tensor, stacks: tuple[Any, ...]) -> int | None:
+    """Bits of the stacks' codes, 0 of plain ones, where kernels for few tokens take them; else None."""
     tokens, chosen = ids_TN.shape
-    right_size = 1 <= tokens <= MOST_TOKENS and 1 <= chosen <= MOST_CHOSEN
-    return right_size and x_TD.dtype == torch.bfloat16 and all(_plain(stack) for stack in stacks)
+    if not (1 <= tokens <= MOST_TOKENS and 1 <= chosen <= MOST_CHOSEN and x_TD.dtype == torch.bfloat16):
+        return None
+    bits = bits_of(stacks)
+    if bits:
+        return bits if all(stack.shape[0] and stack.shape[2] % 2 == 0 for stack in stacks) else None
+    return 0 if all(_plain(stack) for stack in stacks) else None
 
 
 def _plain(stack: Any) -> bool:
@@ -110,7 +117,7 @@ def few(
     x, (gate, up, down) = at_16_bytes(rows[0]), stacks
     ids, weights = rows[1].long().contiguous(), rows[2].float().contiguous()
     (tokens, chosen), (num_experts, inner, width) = ids.shape, gate.shape
-    kind, (gate_bias, up_bias, down_bias) = _biases_of(biases)
+    kind, (gate_bias, up_bias, down_bias) = biases_of(biases)
     glu, numbers = activation_of(activation)
     hidden, out = x.new_empty(tokens * chosen, inner), x.new_empty(tokens, width)
     # In a graph stacks are there already, so down's rows may be asked for while gate and up still run.
@@ -134,15 +141,6 @@ def few(
 def _strides(*tensors: Tensor) -> list[Any]:
     """Of all dimensions but the last, one tensor after another."""
     return [ctypes.c_int64(stride) for one in tensors for stride in one.stride()[:-1]]
-
-
-def _biases_of(biases: Biases) -> tuple[int, tuple[Tensor | None, ...]]:
-    """(what they are, as the kernels call it; the biases as they take them)."""
-    if biases is None:
-        return 0, (None, None, None)
-    if all(one.dtype == torch.bfloat16 for one in biases):
-        return 1, tuple(one.contiguous() for one in biases)
-    return 2, tuple(one.float().contiguous() for one in biases)
 
 
 def _kernel(name: str, how: Launch, forms: Mapping[str, int]) -> Kernel:
