@@ -19,6 +19,7 @@ from dayzero.ops.cuda import latent_prefill
 from dayzero.ops.latent_forms import Widths, attend_bytes, expands
 from dayzero.ops.random_inputs import Inputs
 from dayzero.ops.records import packed
+from dayzero.ops.triton import latent as in_triton
 from dayzero.ops.triton import latent_attend
 from dayzero.view import Paged
 from tests.parity import close, moved
@@ -174,3 +175,14 @@ def test_the_kernel_in_cuda_takes_what_a_large_model_has(monkeypatch: pytest.Mon
     given = inputs(((300, 2000),), 16)
     close(of("cuda_chunks")(**given), latent.attend.body(**given), BOUND)
     assert launched == [(False, False), (True, False), (True, True)]
+
+
+def test_projections_are_not_compiled_anew_for_multiples_of_16() -> None:
+    """A step that warms up has as many tokens as a prompt; what is projected may be all but its longer chunks."""
+    w_uk = torch.randn(4, NOPE, RANK, device="cuda").to(BF16)
+    compiled = {}
+    for tokens in (65, 80, 127, 2048):
+        q_THD = torch.randn(tokens, 4, NOPE + SHARED, device="cuda").to(BF16)
+        in_triton.queries_into_latent(q_THD, w_uk)
+        compiled[tokens] = len(in_triton._project.device_caches[torch.cuda.current_device()][0])
+    assert len(set(compiled.values())) == 1, compiled

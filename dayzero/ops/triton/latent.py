@@ -15,7 +15,8 @@ from dayzero.ops.triton.machine import INTERPRETED, check_machine
 __all__ = ["check_machine", "queries_into_latent", "values_out_of_latent"]
 
 
-@triton.jit
+# Else compiled anew for multiples of 16: of a step's tokens, those of some rows may be projected alone.
+@triton.jit(do_not_specialize_on_alignment=["num_tokens"])
 def _project(
     x, w, out, num_tokens, x_t, x_h, x_k, w_h, w_k, w_n, out_t, out_h,
     K: tl.constexpr, N: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
