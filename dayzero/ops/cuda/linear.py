@@ -47,8 +47,8 @@ class Setting(NamedTuple):
 
 
 def pack(w_NK: Weight) -> Weight:
-    """The weight with rows in one piece: what lies beside it in one matrix is multiplied by one call. ValueError for
-    codes that are NaN."""
+    """The weight with rows in one piece: what lies beside it in one matrix is multiplied by one call. Of one in 8 bits:
+    ``fp8_blocks.packed_rows``."""
     return packed_rows(w_NK) if isinstance(w_NK, Fp8Blocks) else w_NK.contiguous()
 
 

@@ -7,7 +7,7 @@
 //
 // XSCALED: x is codes too, in bf16, and has scales by block of columns and row: a block's are x_behind the one before.
 //
-// A code of NaN (0x7f, 0xff) would be read as 480: whoever lays a weight out refuses it.
+// A code of NaN (0x7f, 0xff) is read as 480: whoever lays a weight out gives its block a scale that is NaN.
 //
 // UNROLL (1 or 2) blocks of 64 k a stage, STAGES of the ring; all else is told of in linear_parts.cuh.
 #include "linear_parts.cuh"
