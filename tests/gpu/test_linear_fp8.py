@@ -154,6 +154,16 @@ def test_a_code_that_is_nan_is_told_by_nan(rows: int) -> None:
     assert got[:, 130].isnan().all() and got[:, :128].isfinite().all()
 
 
+@pytest.mark.parametrize("rows", [2, 16, 40, 300])
+def test_a_row_with_nan_stays_one_where_inputs_are_rounded_and_spoils_no_other(rows: int) -> None:
+    """A machine's smaller and larger of two numbers are the other one where one is NaN."""
+    x = normal(rows, 512)
+    x[1, 300] = torch.nan
+    for multiply in (linear_rounded.matmul, few_rounded.matmul):
+        got = multiply(x, packed_rows(weight_of(256, 512)))
+        assert got[1].isnan().all() and torch.cat((got[:1], got[2:])).isfinite().all()
+
+
 def replayed(call: Callable[[], Tensor]) -> Tensor:
     call()
     graph = torch.cuda.CUDAGraph()

@@ -91,7 +91,8 @@ def _quantise(x, codes, scales, stride, step, K, num_rows, ROWS: tl.constexpr):
     here = (row < num_rows) & (column < K)
     x = tl.load(x + row * stride + column * step, mask=here, other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), _LEAST), tl.full((ROWS,), _LARGEST, tl.float32))[:, None]
-    y = tl.minimum(tl.maximum(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), -_LARGEST), _LARGEST)
+    y = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    y = tl.where(y > _LARGEST, _LARGEST, tl.where(y < -_LARGEST, -_LARGEST, y))  # a NaN stays one, as in the reference
     tl.store(codes + row * K + column, nearest(_nearest_e4m3(y), codes.dtype.element_ty), mask=here)
     tl.store(scales + block * (num_rows + _BEHIND) + row, scale, mask=row < num_rows)
 
