@@ -26,7 +26,10 @@ def expert_inputs_of(text: str) -> ExpertInputs:
 
 
 def with_expert_inputs(spec: ModelSpec, inputs: ExpertInputs) -> ModelSpec:
-    """The spec with the inputs of all experts rounded to this format, which is a plan's choice for all token counts."""
+    """The spec with the inputs of all experts rounded to this format, which is a plan's choice for all token counts.
+    UsageError where there are none to round them for."""
+    if inputs != "bf16" and not any(isinstance(layer.channel, MoE) for layer in spec.layers):
+        raise UsageError(f"--expert-inputs {inputs}: {spec.family} has no experts; leave the option out.")
     layers = [
         replace(layer, channel=replace(layer.channel, inputs=inputs)) if isinstance(layer.channel, MoE) else layer
         for layer in spec.layers

@@ -119,6 +119,10 @@ def test_one_format_of_inputs_for_all_layers() -> None:
     assert uses == ["moe.experts_fp8_128"] * len(spec.layers)
     assert [use for use in spec.contracts() if use.contract == "moe.experts_fp8_128"] == []
     assert rounded.params() == spec.params() and with_expert_inputs(rounded, "bf16") == spec
+    dense = real("qwen3_8b").spec
+    assert with_expert_inputs(dense, "bf16") == dense
+    with pytest.raises(UsageError, match="--expert-inputs fp8_128: qwen3 has no experts; leave the option out"):
+        with_expert_inputs(dense, "fp8_128")
 
 
 def test_options_reach_the_engine() -> None:
