@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +37,7 @@ from dayzero.planner.bindings import decide
 from dayzero.planner.detect import Kind, detect, free_bytes
 from dayzero.planner.experts import with_expert_inputs
 from dayzero.planner.image_processor import read_pixel_rule
-from dayzero.planner.kept import kept_as
+from dayzero.planner.kept import linear_form
 from dayzero.planner.linear_inputs import with_linear_inputs
 from dayzero.planner.packed_linears import linear_lines
 from dayzero.planner.tokenizer_files import TokenizerFiles, read_tokenizer_files
@@ -216,9 +215,8 @@ def _info(
 
 def _linear_rows(kept: Mapping[str, Form], config: EngineConfig) -> list[tuple[str, str]]:
     """Of the start table: linear layers whose weights stay as they are stored."""
-    forms = Counter(kept.values())
-    told = [f"{counted(count, 'weight')} {kept_as(form)}" for form, count in forms.items()]
-    return [("linear layers", f"{', '.join(told)}, inputs {config.linear_inputs}")] if told else []
+    told = linear_form(kept.values(), config.linear_inputs)
+    return [("linear layers", told)] if told else []
 
 
 def ending_ids(launch: LaunchSpec, files: TokenizerFiles, vocab: int) -> list[int]:

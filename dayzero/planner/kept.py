@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dayzero.arch.channels import MoE
@@ -14,6 +15,7 @@ from dayzero.decl import BF16, F32, Form, Format
 from dayzero.ops.bindings import chosen
 from dayzero.ops.catalog import Catalog, Line
 from dayzero.planner.placement import PaperModel
+from dayzero.units import counted
 
 MATRICES = ("gate", "up", "down")
 WORDS: Mapping[Form, str] = {"mxfp4": "in 4 bits as stored", "fp8_block": "in 8 bits as stored"}
@@ -34,26 +36,28 @@ def as_kept(model: PaperModel, lines: Mapping[str, Line]) -> PaperModel:
     """The model with formats as a rank keeps them: what its operator does not take as it is stored, in bf16, or in f32
     where a declaration says so. lines: by name of a parameter, the variant that takes it. Layers beside the plain
     forward, which no operator is bound for, stay as they are stored."""
-    formats = [_kept(group, fmt, lines) for group, fmt in zip(model.groups, model.formats, strict=True)]
+    forms = stored_forms(model)
+    formats = [_kept(group, fmt, lines, forms) for group, fmt in zip(model.groups, model.formats, strict=True)]
     by_param = {t.decl.name: fmt for g, fmt in zip(model.groups, formats, strict=True) for t in g.targets}
     return replace(model, formats=formats, by_param=by_param)
 
 
 def stored_forms(model: PaperModel) -> dict[str, Form]:
-    """Form, by name of a parameter, in which it can stay as it is stored."""
-    found: dict[str, Form] = {}
+    """Form, by name of a parameter, in which it can stay as it is stored: that of all groups that fill it."""
+    found: dict[str, Form | None] = {}
     for group, fmt in zip(model.groups, model.formats, strict=True):
         form = packed_form(group, [Source(group.name, fmt, ())])
-        found |= {} if form is None else {target.decl.name: form for target in group.targets}
-    return found
+        for target in group.targets:
+            name = target.decl.name
+            found[name] = form if found.get(name, form) == form else None
+    return {name: form for name, form in found.items() if form is not None}
 
 
-def _kept(group: Group, fmt: Format, lines: Mapping[str, Line]) -> Format:
+def _kept(group: Group, fmt: Format, lines: Mapping[str, Line], forms: Mapping[str, Form]) -> Format:
     names = [target.decl.name for target in group.targets]
     if not fmt.quantized or names[0].startswith("extra."):
         return fmt
-    form = packed_form(group, [Source(group.name, fmt, ())])
-    if form is not None and all(name in lines and form in lines[name].packed for name in names):
+    if all(name in lines and forms.get(name) in lines[name].packed for name in names):
         return fmt
     return F32 if group.targets[0].decl.keep == "f32" else BF16
 
@@ -63,6 +67,13 @@ def expert_form(spec: ModelSpec, formats: Mapping[str, Format]) -> str:
     kept = [formats.get(f"layers.{i}.channel.experts.{MATRICES[0]}") for i in range(len(spec.layers))]
     words = [kept_as(fmt.form) for fmt in kept if fmt is not None]
     return ", ".join(dict.fromkeys(words))
+
+
+def linear_form(forms: Iterable[Form], inputs: str) -> str:
+    """In words, how many weights of linear layers stay as they are stored; empty where none does. forms: of each.
+    inputs: what theirs are rounded to."""
+    told = [f"{counted(count, 'weight')} {kept_as(form)}" for form, count in Counter(forms).items()]
+    return f"{', '.join(told)}, inputs {inputs}" if told else ""
 
 
 def kept_as(form: Form | None) -> str:

@@ -85,7 +85,7 @@ class PlanReport:
     token of a chunk of each part of what layers hand on. drafts: parameters and stored bytes of the layers beside the
     plain forward, and whether ranks were planned with them; None when there are none. operators: contract -> variant ->
     sites. measured: what stored measurements decide on this device, as rows. expert_form: how ranks keep routed
-    experts, in words; empty without any."""
+    experts, in words; linear_form: how many weights of linear layers stay as they are stored; empty without any."""
 
     source: str
     family: str
@@ -102,6 +102,7 @@ class PlanReport:
     operators: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
     measured: list[tuple[str, str]] = field(default_factory=list)
     expert_form: str = ""
+    linear_form: str = ""
     weight_plans: list[WeightPlan] = field(default_factory=list)
     proof: Proof | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -133,6 +134,7 @@ class PlanReport:
             },
             "measured": dict(self.measured),
             "expert_form": self.expert_form or None,
+            "linear_form": self.linear_form or None,
             "chosen": chosen.to_json() if chosen else None,
             "ranks": [_rank_json(b, p) for b, p in zip(chosen.ranks, self.weight_plans, strict=True)] if chosen else [],
             "exactly_once": None if self.proof is None else {

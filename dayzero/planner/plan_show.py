@@ -123,7 +123,10 @@ def _show_experts(report: PlanReport, console: Console) -> None:
 
 
 def _show_operators(report: PlanReport, console: Console) -> None:
-    """Contracts by the variant that they run; then what is decided by what was measured."""
+    """Weights that stay as they are stored; contracts by the variant that they run; then what is decided by what was
+    measured."""
+    if report.linear_form:
+        console.line(f"linear layers: {report.linear_form}")
     said: dict[str, list[str]] = {}
     for contract, variants in report.operators.items():
         said.setdefault(" + ".join(sorted(variants)), []).append(contract)

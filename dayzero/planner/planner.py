@@ -29,7 +29,7 @@ from dayzero.planner.experts import (
     with_expert_inputs,
 )
 from dayzero.planner.floors import floors, work_of
-from dayzero.planner.kept import as_kept, expert_form, expert_lines, stored_forms
+from dayzero.planner.kept import as_kept, expert_form, expert_lines, linear_form, stored_forms
 from dayzero.planner.linear_inputs import linear_inputs_of, with_linear_inputs
 from dayzero.planner.packed_linears import linear_lines
 from dayzero.planner.placement import PaperModel, place_weights, read_model, stage_bytes, stages_of, weight_bytes
@@ -59,8 +59,8 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
     bound = with_linear_inputs(bound, linear_inputs_of(options.linear_inputs), stored_forms(model))
     uses = tuple(bound.contracts())
     bindings = decide(uses, hardware, DTYPE, options.bindings, options.catalog)
-    lines = expert_lines(bound, bindings, options.catalog) | linear_lines(uses, bindings, options.catalog)
-    kept = as_kept(model, lines)
+    linears = linear_lines(uses, bindings, options.catalog)
+    kept = as_kept(model, expert_lines(bound, bindings, options.catalog) | linears)
     trials = _Trials(model, kept, hardware, options, context, binds_ring(bindings, uses, options.catalog))
     report = PlanReport(
         source, spec.family, hardware, devices, context, options.concurrency, trials.cache, trials.sizes.total,
@@ -80,6 +80,8 @@ def plan_source(source: str, options: PlanOptions, progress: ProgressFactory = n
             place_weights(report, model, report.chosen, bar)
     report.operators = by_contract(bindings, uses)
     report.expert_form = expert_form(spec, kept.by_param)
+    forms = (fmt.form for name, fmt in kept.by_param.items() if name in linears)
+    report.linear_form = linear_form([form for form in forms if form is not None], options.linear_inputs)
     report.measured = measured_rows(bindings, uses, hardware, expert_bits(spec, kept.by_param))
     report.findings = [*_findings(report, options), *reference_findings(bindings, uses, hardware)]
     return report

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from dayzero.checkpoint.formats import stored_bytes
+from dayzero.checkpoint.rules import Fuse, expand
 from dayzero.console import Console
-from dayzero.decl import BF16, F32, FP8_BLOCK, MXFP4_INTERLEAVED, ParamDecl
-from dayzero.ops.catalog import CATALOG
-from dayzero.planner.kept import as_kept, expert_form, expert_lines
+from dayzero.decl import BF16, F32, FP8_BLOCK, MXFP4_INTERLEAVED, Format, ParamDecl
+from dayzero.ops.catalog import CATALOG, Line
+from dayzero.planner.kept import as_kept, expert_form, expert_lines, stored_forms
 from dayzero.planner.placement import PaperModel, read_model
 from dayzero.planner.plan_report import PlanOptions
 from dayzero.planner.plan_show import show_plan
@@ -55,6 +56,39 @@ def test_where_a_variant_takes_them_decoded_they_count_in_bf16(
     assert all(rank.weights > rank.experts for rank in layout.ranks)
     show_plan(stored, Console())
     assert "a rank, in 8 bits as stored" in capsys.readouterr().out
+
+
+def test_a_plan_tells_how_many_linear_weights_stay_as_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that are in 8 bits but W_KV, which is taken apart, and experts, which have a line of their own."""
+    stored = [name for name, fmt in model_of("deepseek_v32").by_param.items() if fmt == FP8_BLOCK]
+    number = sum(not name.endswith("kv_b") and ".experts." not in name for name in stored)
+    for inputs in ("bf16", "fp8_128"):
+        report = plan(tmp_path, "deepseek_v32", PlanOptions("h200x8", tp=8, linear_inputs=inputs))
+        assert report.linear_form == f"{number} weights in 8 bits as stored, inputs {inputs}"
+        assert report.to_json()["linear_form"] == report.linear_form
+        show_plan(report, Console())
+        assert f"linear layers: {report.linear_form}" in capsys.readouterr().out
+    asked = PlanOptions("h200x8", tp=8, bindings={"linear.matmul@layers.3.mixer.o": "torch_cuda"})
+    assert plan(tmp_path, "deepseek_v32", asked).linear_form.startswith(f"{number - 1} weights")
+    decoded = plan(tmp_path, "deepseek_v32", PlanOptions("cpux8", tp=8))
+    assert decoded.linear_form == "" and decoded.to_json()["linear_form"] is None
+
+
+@pytest.mark.parametrize("rows, form", [(128, FP8_BLOCK), (140, BF16)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_parameter_of_several_tensors_stays_as_stored_where_all_of_them_can(
+    rows: int, form: Format, turned: bool
+) -> None:
+    """As a loader keeps it: the first tensor's rows begin with a block whatever the second one's do."""
+    decl = ParamDecl("w", (2 * rows, 130))
+    groups = expand([decl], [Fuse(("x.weight", "y.weight"), "w")]).groups[:: -1 if turned else 1]
+    model = PaperModel(None, groups, [FP8_BLOCK] * 2, 0, {"w": FP8_BLOCK}, [decl])  # type: ignore[arg-type]
+    assert stored_forms(model) == ({"w": "fp8_block"} if form == FP8_BLOCK else {})
+    takes = Line("linear.matmul", "x", "any", (), "nowhere", packed=("fp8_block",))
+    assert as_kept(model, {"w": takes}).formats == [form, form]
+    assert as_kept(model, {}).formats == [BF16, BF16]
 
 
 def test_formats_are_those_of_what_a_rank_holds() -> None:
