@@ -1,0 +1,4 @@
+#!/bin/bash
+# Every variant against its reference, part 3 of 4.
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+python3 -m pytest -q -p no:cacheprovider tests/gpu/test_parity.py -k "linear or moe or cache"
