@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dayzero.arch.channels import GLU
 from dayzero.arch.residuals import Plain
 from dayzero.arch.spec import ModelSpec
 from dayzero.blocks.local_cache import LocalCache
+from dayzero.blocks.moe import MoEBlock
 from dayzero.engine.graphs import Fork, Memory
 from dayzero.view import in_turn
 from tests.cpu.random_models import (
@@ -146,3 +148,24 @@ def test_a_missing_join_is_seen_in_a_model(device: Device) -> None:
     with device:
         steps(MODELS["attention"], fork.beside)
     assert any("reads what" in line for line in device.races)
+
+
+@torch.inference_mode()
+def test_experts_that_are_fetched_are_asked_for_on_the_main_stream(device: Device) -> None:
+    """Where a graph is cut for them, what runs beside has to have joined: they are the first of the two pieces."""
+    spec, fork, asked = MODELS["moe_latent"], fork_of(device), []
+    stack, cache = stack_of(spec), LocalCache(spec, torch.float32)
+
+    def on_host(work: Callable[[], Any], like: Any) -> Any:
+        fork.join()
+        asked.append(device.current)
+        return work()
+
+    list(stack.load_all())
+    blocks = [layer.channel for layer in stack._layers.values() if isinstance(layer.channel, MoEBlock)]
+    for block in blocks:
+        block.fetched = SimpleNamespace(expect=lambda experts: None)
+    view = cache.views([(0, torch.arange(5))])
+    with device:
+        stack.forward(replace(view, beside=fork.beside, on_host=on_host))
+    assert asked == [device.main] * len(blocks) != [] and device.races == []
