@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dayzero.checkpoint import statistics
 from dayzero.checkpoint.building import cut, packed_bytes
 from dayzero.checkpoint.dequant import dequantize, quantize
 from dayzero.checkpoint.formats import parts
@@ -231,14 +232,20 @@ def test_a_scale_that_is_refused_decoded_is_refused_packed(fmt: Format, scale: f
 
 @pytest.mark.parametrize(
     ("damage", "kind"),
-    [("nan", "weights.not_finite"), ("zero", "weights.constant"), ("zero scales", "weights.constant")],
-)
+    [
+        ("nan", "weights.not_finite"), ("first nan", "weights.not_finite"), ("zero", "weights.constant"),
+        ("zero scales", "weights.constant"),
+    ],
+)  # fmt: skip
 def test_what_statistics_find_in_decoded_values_they_find_in_packed_ones(
-    damage: str, kind: str, tmp_path: Path
+    damage: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(statistics, "CODES_AT_ONCE", 5000)  # of the 18,200 that there are
     tensors = stored(FP8_BLOCK, "m.0.w.weight", spread(140, 130))
     if damage == "nan":
         tensors["m.0.w.weight"].view(torch.uint8)[139, 129] = 0xFF
+    elif damage == "first nan":
+        tensors["m.0.w.weight"].view(torch.uint8)[0, 0] = 0x7F
     else:
         tensors["m.0.w.weight" if damage == "zero" else "m.0.w.weight_scale_inv"].zero_()
     found = []

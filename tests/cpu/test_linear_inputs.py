@@ -18,6 +18,8 @@ from dayzero.blocks.local_cache import LocalCache
 from dayzero.blocks.site import reference
 from dayzero.blocks.stack import Stack
 from dayzero.decl import Form
+from dayzero.engine import build
+from dayzero.engine.scheduler import Scheduler
 from dayzero.engine.seeded import open_seeded
 from dayzero.errors import UsageError
 from dayzero.hardware import HARDWARE
@@ -27,6 +29,7 @@ from dayzero.ops.linear import matmul
 from dayzero.planner.bindings import decide
 from dayzero.planner.linear_inputs import linear_inputs_of, with_linear_inputs
 from dayzero.rehearse.shrink import shrink
+from tests.cpu.engine_support import Engine
 
 CONFIGS = Path(__file__).parents[1] / "paper" / "configs"
 ROUNDED, GATED = "linear.matmul_fp8_128", "linear.matmul_glu"
@@ -99,6 +102,19 @@ def test_an_engine_rounds_them(tmp_path: Path) -> None:
     for inputs in ("bf16", "fp8_128", "fp8_128"):
         with LLM(where, **SMALL, bindings=(("*", "reference"),), linear_inputs=inputs) as llm:
             said.append(repr([choice.logprobs for choice in llm.generate([TOKENS], greedy)]))
+    assert said[0] != said[1] == said[2]
+
+
+def test_what_is_cached_of_other_inputs_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, said = source(tmp_path, "deepseek_v32"), []
+
+    def scheduler(*args: Any, fingerprint: bytes) -> Scheduler:
+        said.append(fingerprint)
+        return Scheduler(*args, fingerprint=fingerprint)
+
+    monkeypatch.setattr(build, "Scheduler", scheduler)
+    for inputs in ("bf16", "fp8_128", "fp8_128"):
+        Engine(where, linear_inputs=inputs)
     assert said[0] != said[1] == said[2]
 
 

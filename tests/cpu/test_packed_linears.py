@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dayzero.arch.channels import GLU
+from dayzero.arch.norms import Activation
+from dayzero.blocks.glu import GLUBlock
 from dayzero.blocks.local_cache import LocalCache
 from dayzero.blocks.open import LoadedModel
 from dayzero.blocks.site import Params, Site, as_stored, reference
@@ -25,6 +28,8 @@ from dayzero.engine.launch import LaunchSpec
 from dayzero.engine.seeded import open_seeded
 from dayzero.hardware import HARDWARE
 from dayzero.models.blueprint import require_recipe
+from dayzero.ops import fp8_blocks as ops_fp8_blocks
+from dayzero.ops.activation import glu
 from dayzero.ops.bindings import bound_uses
 from dayzero.ops.cases_fp8 import fp8_blocks
 from dayzero.ops.catalog import CATALOG, Catalog, Line
@@ -122,13 +127,18 @@ def test_matrices_become_one_where_no_block_has_rows_of_two() -> None:
     assert joined([fp8_blocks(r, 128, 140), r.normal(4, 140)]) is None and joined([r.normal(4, 9)] * 2).shape == (8, 9)
 
 
-def test_a_code_that_is_nan_makes_its_block_nan() -> None:
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_nan_makes_its_block_nan(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_fp8_blocks, "_ROWS", 100)  # of the 300 that there are
     weight = fp8_blocks(Inputs(3), 300, 200)
-    weight.codes.view(torch.uint8)[130, 190] = 255
+    weight.codes.view(torch.uint8)[130, 190] = code
     before = weight.scales.clone()
     laid_out = packed_rows(weight)
     assert laid_out.scales.isnan().nonzero().tolist() == [[1, 1]] and torch.equal(weight.scales, before)
-    assert packed_rows(fp8_blocks(Inputs(3), 300, 200, loose=True)).codes.is_contiguous()
+    loose = fp8_blocks(Inputs(3), 300, 200, loose=True)
+    whole = packed_rows(loose)
+    assert not loose.codes.is_contiguous() and not loose.scales.is_contiguous()
+    assert whole.codes.is_contiguous() and whole.scales.is_contiguous() and torch.equal(widened(whole), widened(loose))
     with pytest.raises(ValueError, match="not \\(3, 2\\)"):
         packed_rows(Fp8Blocks(weight.codes, weight.scales[:2]))
 
@@ -178,9 +188,13 @@ def one_call(contract: str, site: str) -> Callable[..., Any]:
     return (lambda *a, **k: body(*a, **k)) if contract in (matmul_glu.name, matmul_add.name) else body
 
 
+def in_one_piece(weight: Any) -> Any:
+    return packed_rows(weight) if isinstance(weight, Fp8Blocks) else weight
+
+
 def lay_out(contract: str, site: str) -> Callable[[Any], Any] | None:
-    """Weights side by side are laid out as one."""
-    return (lambda w: packed_rows(w) if isinstance(w, Fp8Blocks) else w) if contract.startswith("linear.") else None
+    """Weights side by side are laid out as one, as one function lays out both."""
+    return in_one_piece if contract.startswith("linear.") else None
 
 
 @pytest.mark.parametrize("sizes", [WHOLE, SHORT], ids=["whole blocks", "short blocks"])
@@ -235,6 +249,25 @@ def test_an_engine_loads_weights_as_the_bound_variants_take_them(
     kept = held((("*", "reference"), ("linear.matmul", "blocks")))
     assert tables[1]["linear layers"] == f"{len(kept)} weights in 8 bits as stored, inputs bf16"
     assert "layers.0.mixer.o" in kept and not any("kv_b" in name or "router" in name for name in kept)
+
+
+def test_weights_are_made_in_the_form_that_is_asked_for_where_they_have_it(tmp_path: Path) -> None:
+    loader, name = open_seeded(source(tmp_path, WHOLE)).loader, "layers.0.mixer.o"
+    for form, kind in (("fp8_block", Fp8Blocks), ("mxfp4", Tensor)):
+        assert isinstance(loader.load(name, packed={name: form})[name], kind)  # type: ignore[dict-item]
+
+
+def test_products_of_rounded_and_of_other_inputs_stay_apart() -> None:
+    r = Inputs(7)
+    weights, x = {name: r.normal(30, 40) for name in ("gate", "up", "q", "k")}, r.normal(4, 40)
+    for rounded in ("gate", "up", "q", "k"):
+        site = Site("here", one_call, prepack=lay_out, rounded={f"here.{rounded}"})
+        products = {name: (matmul_fp8_128 if name == rounded else matmul)(x, w) for name, w in weights.items()}
+        for names in (("q", "k"), ("k", "q")):
+            got = site.linears(Params(weights), names)(x)
+            assert all(torch.equal(one, products[name]) for one, name in zip(got, names, strict=True))
+        block = GLUBlock(GLU(40, 30, Activation("silu")), Params({**weights, "down": r.normal(40, 30)}), site)
+        assert torch.equal(block.gated(x), glu(products["gate"], products["up"], kind="silu"))
 
 
 def test_weights_that_are_stored_unlike_stay_apart() -> None:

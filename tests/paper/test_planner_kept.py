@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,16 @@ def test_a_parameter_of_several_tensors_stays_as_stored_where_all_of_them_can(
     takes = Line("linear.matmul", "x", "any", (), "nowhere", packed=("fp8_block",))
     assert as_kept(model, {"w": takes}).formats == [form, form]
     assert as_kept(model, {}).formats == [BF16, BF16]
+    exact = [replace(group, targets=(replace(group.targets[0], decl=replace(decl, keep="f32")),)) for group in groups]
+    assert as_kept(replace(model, groups=exact), {}).formats == [F32, F32]
+
+
+def test_layers_beside_the_plain_forward_stay_as_they_are_stored() -> None:
+    model = read_model(str(CONFIGS / "deepseek_v32.json"), None, drafts=True)
+    kept = as_kept(model, {})
+    extra = {name: fmt for name, fmt in model.by_param.items() if name.startswith("extra.")}
+    assert FP8_BLOCK in extra.values() and extra.items() <= kept.by_param.items()
+    assert FP8_BLOCK not in {fmt for name, fmt in kept.by_param.items() if name not in extra}
 
 
 def test_formats_are_those_of_what_a_rank_holds() -> None:
