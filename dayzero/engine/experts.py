@@ -28,7 +28,7 @@ from dayzero.ops.experts_sizes import e4m3_expert_bytes
 from dayzero.ops.moe import summed_by_expert
 from dayzero.parallel.mesh import Mesh
 from dayzero.planner.experts import rank_ring_bytes
-from dayzero.planner.kept import kept_as
+from dayzero.planner.kept import gated_alike, kept_as
 from dayzero.units import bytes_text, counted
 
 MOST_THREADS = 8  # that read experts
@@ -195,7 +195,8 @@ def keep_experts(
     experts or they cannot be read one by one, or when a variant that converts 4-bit experts meets others."""
     loader, sites = model.loader, expert_sites(model.spec)
     lines = {site: chosen(moe.contract, site, bindings, catalog) for site, moe in sites.items()}
-    packed = stored_forms(loader, {f"{site}.{matrix}": lines[site] for site in sites for matrix in MATRICES})
+    by_name = {f"{site}.{matrix}": lines[site] for site in sites for matrix in MATRICES}
+    packed = gated_alike(stored_forms(loader, by_name))
     single = [f"{site}.{matrix}" for site, line in lines.items() if line.packed for matrix in MATRICES]
     ring = _ring(model, lines, packed)
     bind = binder(bindings, catalog)

@@ -50,7 +50,19 @@ def stored_forms(model: PaperModel) -> dict[str, Form]:
         for target in group.targets:
             name = target.decl.name
             found[name] = form if found.get(name, form) == form else None
-    return {name: form for name, form in found.items() if form is not None}
+    return gated_alike({name: form for name, form in found.items() if form is not None})
+
+
+def gated_alike(forms: Mapping[str, Form]) -> dict[str, Form]:
+    """The forms, but for experts' gates that are stored otherwise than what they gate, and for that: operators multiply
+    the two at once, in one form or decoded."""
+    left = dict(forms)
+    for stack in {name.rpartition(".")[0] for name in forms if name.endswith((".experts.gate", ".experts.up"))}:
+        gate, up = f"{stack}.gate", f"{stack}.up"
+        if forms.get(gate) != forms.get(up):
+            left.pop(gate, None)
+            left.pop(up, None)
+    return left
 
 
 def _kept(group: Group, fmt: Format, lines: Mapping[str, Line], forms: Mapping[str, Form]) -> Format:

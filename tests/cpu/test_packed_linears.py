@@ -23,7 +23,7 @@ from dayzero.blocks.stack import Stack
 from dayzero.decl import Fp8Blocks, OpUse
 from dayzero.engine import load as engine_load
 from dayzero.engine.config import EngineConfig
-from dayzero.engine.experts import stored_forms
+from dayzero.engine.experts import keep_experts, stored_forms
 from dayzero.engine.launch import LaunchSpec
 from dayzero.engine.seeded import open_seeded
 from dayzero.hardware import HARDWARE
@@ -172,6 +172,21 @@ def test_what_a_composed_operator_takes_beside_the_product_is_decoded() -> None:
     for uses in ((product, route), (route, product)):
         assert linear_lines(uses, bound, CATALOG)["router"].packed == ()
     assert linear_lines((product, route), {product.place: "few_rows"}, CATALOG)["router"].packed == ("fp8_block",)
+
+
+def test_experts_whose_gate_and_up_are_stored_unlike_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = open_seeded(source(tmp_path, WHOLE))
+    packs, first = model.loader.packs, "layers.3.channel.experts"
+    for odd in ("gate", "up"):
+        monkeypatch.setattr(model.loader, "packs", lambda n, odd=odd: None if n == f"{first}.{odd}" else packs(n))
+        kept = keep_experts(model, {}, CATALOG, None).packed
+        assert {name for name in kept if name.startswith(first)} == {f"{first}.down"}
+    monkeypatch.setattr(model.loader, "packs", packs)
+    assert {f"{first}.{name}" for name in ("gate", "up", "down")} <= keep_experts(
+        model, {}, CATALOG, None
+    ).packed.keys()
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------

@@ -117,6 +117,17 @@ def test_formats_are_those_of_what_a_rank_holds() -> None:
     assert F32 not in {kept.by_param[decl.name] for decl in experts_of(model)}
 
 
+def test_a_gate_that_is_stored_otherwise_than_what_it_gates_is_decoded_and_so_is_that() -> None:
+    model = model_of("deepseek_v32")
+    formats = [
+        BF16 if any(target.decl.name == f"{EXPERTS}.up" for target in group.targets) else fmt
+        for group, fmt in zip(model.groups, model.formats, strict=True)
+    ]
+    kept = as_kept(replace(model, formats=formats), expert_lines(model.paper.spec, {"moe.experts": "triton"}, CATALOG))
+    assert [kept.by_param[f"{EXPERTS}.{name}"] for name in ("gate", "up", "down")] == [BF16, BF16, FP8_BLOCK]
+    assert kept.by_param["layers.4.channel.experts.gate"] == FP8_BLOCK
+
+
 def test_four_bits_that_are_cut_row_by_row_stay_packed() -> None:
     model = model_of("gpt_oss_20b")
     lines = expert_lines(model.paper.spec, {"moe.experts": "torch_cpu"}, CATALOG)
