@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+
+pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
@@ -37,15 +39,21 @@ def inputs(rows: tuple[tuple[int, int], ...], heads: int, *, page: int = 64, rec
     r = Inputs(len(rows) + heads)
     keys = paged_inputs(r, rows, (heads, 1), (RANK + SHARED, RANK), BF16, page=page)["keys"]
     kept = replace(keys, rows=keys.rows[:, :, 0])
-    if record:
-        row = packed_row(record, (RANK + SHARED,), (RANK, SHARED))
-        assert row is not None
-        kept = packed(kept, row)
+    kept = coded(kept, record)
     made = {
         "q_THD": r.normal(sum(count for _, count in rows), heads, NOPE + SHARED, dtype=BF16), "rows": kept,
         "kv_b": (r.normal(heads * (NOPE + VALUE), RANK) / RANK**0.5).to(BF16), "scale": (NOPE + SHARED) ** -0.5,
     }  # fmt: skip
     return moved(made, "cuda")
+
+
+def coded(kept: Paged, record: str) -> Paged:
+    """The same rows as records; as they are without a name."""
+    if not record:
+        return kept
+    row = packed_row(record, (RANK + SHARED,), (RANK, SHARED))
+    assert row is not None
+    return packed(kept, row)
 
 
 def of(variant: str) -> Any:
@@ -115,8 +123,8 @@ def test_a_chunk_does_not_depend_on_the_rows_beside_it(variant: str) -> None:
         assert torch.equal(got, together[span.rows]), span
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_step_asks_the_device_for_nothing_and_takes_what_a_plan_counts(variant: str) -> None:
+@pytest.mark.parametrize(("variant", "record"), [*((one, "") for one in VARIANTS), ("cuda", "mla_fp8_656")])
+def test_a_step_asks_the_device_for_nothing_and_takes_what_a_plan_counts(variant: str, record: str) -> None:
     start, count = 20_000, 4096
     r, pages = torch.Generator("cuda").manual_seed(0), -(-(start + count) // 64)
     given = inputs(((0, 128),), 32)
@@ -128,6 +136,7 @@ def test_a_step_asks_the_device_for_nothing_and_takes_what_a_plan_counts(variant
         given["rows"], rows=rows, table=table, query_start=ends, start=given["rows"].start + start,
         spans=(replace(span, count=count, start=start),),
     )  # fmt: skip
+    kept = coded(kept, record)
     q = torch.randn(count, 32, NOPE + SHARED, generator=r, device="cuda").to(BF16)
     run = partial(of(variant), q, kept, given["kv_b"], scale=given["scale"])
     run()
