@@ -142,8 +142,18 @@ def test_a_code_that_is_nan_makes_sums_nan() -> None:
     assert got[:3].isnan().any(1).all() and got[3:].isfinite().all()
 
 
-def test_packed_once_is_packed_in_the_call_and_neighbours_change_nothing() -> None:
+@pytest.mark.parametrize("odd", ["gate_EID", "up_EID"])
+def test_gate_and_up_in_two_forms_are_refused(odd: str) -> None:
     from dayzero.ops.triton.experts import experts
+
+    inputs = given("8 bits, 7 tokens torch.bfloat16 biases True")
+    inputs[odd] = torch.stack([widened(inputs[odd][e]) for e in range(len(inputs[odd]))]).bfloat16()
+    with pytest.raises(ValueError, match="give both in one form"):
+        experts(**inputs)
+
+
+def test_packed_once_is_packed_in_the_call_and_neighbours_change_nothing() -> None:
+    from dayzero.ops.triton.experts import experts, pack
 
     inputs = given("8 bits, 7 tokens torch.bfloat16 biases True")
     packed = {name: pack(inputs[name]) for name in ("gate_EID", "up_EID", "down_EDI")}

@@ -234,8 +234,11 @@ def gate_up(
     """[T N, I] by place: the activation of both products of each place's token. Rows without a place stay undefined.
 
     scales: f32 [ceil(D / 128), places and as many behind them as a tile has], which multiply x's values by block and
-    place; plain stacks with scales are not run in parts."""
+    place; plain stacks with scales are not run in parts. ValueError where one of gate and up is packed otherwise than
+    the other."""
     bits, inner, num_rows = bits_of(gate), gate.shape[2], gate.shape[1]
+    if bits_of(up) != bits:
+        raise ValueError(f"gate has codes of {bits} bits and up of {bits_of(up)} (0: plain); give both in one form")
     slots, split = by_expert.num_slots, settings["SPLIT"]
     hidden = torch.empty(slots, num_rows, dtype=x_TD.dtype, device=x_TD.device)
     out = hidden if split == 1 else hidden.new_empty(split, 2, slots, num_rows, dtype=torch.float32)
