@@ -38,8 +38,11 @@ from dayzero.ops.fp8_blocks import halves, joined, packed_rows, pieces, widened
 from dayzero.ops.linear import matmul, matmul_add, matmul_f32, matmul_glu
 from dayzero.ops.linear_rounded import matmul_fp8_128
 from dayzero.ops.random_inputs import Inputs
+from dayzero.parallel.mesh import Mesh
 from dayzero.planner.bindings import decide
+from dayzero.planner.kept import as_kept, expert_lines
 from dayzero.planner.packed_linears import linear_lines
+from dayzero.planner.placement import read_model, stage_bytes, stages_of
 from dayzero.rehearse.shrink import shrink
 from tests.parity import close
 
@@ -172,6 +175,18 @@ def test_what_a_composed_operator_takes_beside_the_product_is_decoded() -> None:
     for uses in ((product, route), (route, product)):
         assert linear_lines(uses, bound, CATALOG)["router"].packed == ()
     assert linear_lines((product, route), {product.place: "few_rows"}, CATALOG)["router"].packed == ("fp8_block",)
+
+
+@pytest.mark.parametrize("sizes", [WHOLE, SHORT], ids=["whole blocks", "short blocks"])
+def test_what_is_loaded_has_the_bytes_that_a_plan_counts(sizes: Mapping[str, Any], tmp_path: Path) -> None:
+    model = open_seeded(source(tmp_path, sizes), dtype=torch.bfloat16)
+    uses, experts = model.spec.contracts(), {"moe.experts": "triton"}
+    packed = {**keep_experts(model, experts, CATALOG, None).packed, **stored_forms(model.loader, lines(uses, {}))}
+    names = [*(f"layers.{i}" for i in range(len(model.spec.layers))), "embed", "head", "final_norm"]
+    held = sum(value.nbytes for name in names for value in model.loader.load(name, packed=packed).values())
+    paper, mesh = read_model(str(tmp_path / "config.json"), None), Mesh()
+    kept = as_kept(paper, expert_lines(model.spec, experts, CATALOG) | lines(uses, {}))
+    assert stage_bytes(kept, mesh, stages_of(kept, mesh)) == [held] != stage_bytes(paper, mesh, stages_of(paper, mesh))
 
 
 def test_experts_whose_gate_and_up_are_stored_unlike_are_decoded(
