@@ -169,6 +169,12 @@ def test_paper_tests_do_not_import_torch() -> None:
             assert not {name.partition(".")[0] for name in names} & DEVICE_PACKAGES, path.name
 
 
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by it: of two that are collected together, the second is an error."""
+    names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 @pytest.mark.parametrize("folder", ["work", "root", "tmp", "opt", "home/user"])
 def test_a_machine_path_is_found(folder: str) -> None:
     assert check_text("a.md", f"see /{folder}/x for it")

@@ -22,6 +22,7 @@ from dayzero.blocks.moe import MoEBlock
 from dayzero.blocks.site import Params, Site
 from dayzero.blocks.stack import Forms, build_mixer
 from dayzero.ops.activation import glu
+from dayzero.view import in_turn
 
 BOUND = 1e-5  # float32 sums of 36 to 70 terms in another order, through four matrices
 CHUNKS = (1, 7, 64, 70)
@@ -163,7 +164,8 @@ def test_latent_experts_with_the_norm_behind_the_whole_sum() -> None:
             summed[t] += weight * (params["experts.down"][e] @ situ(gate, up))
     routed = torch.nn.functional.rms_norm(summed, (22,), params["latent_norm"], 1e-5) @ params["latent_up"].T
     shared = situ(x @ params["shared.gate"].T, x @ params["shared.up"].T) @ params["shared.down"].T
-    got = MoEBlock(spec, Params(params), Site("layers.0.channel")).forward(x, None)  # type: ignore[arg-type]
+    view = SimpleNamespace(beside=in_turn)
+    got = MoEBlock(spec, Params(params), Site("layers.0.channel")).forward(x, view)  # type: ignore[arg-type]
     close(got, routed + shared, BOUND)
 
 

@@ -54,7 +54,6 @@ BY_NAME = {
     "performance.together": "test_requests_that_slow_each_other_down_fail",
     "robust.malformed.told": "test_malformed_requests_that_are_not_refused",
     "robust.scale.answered": "test_errors_as_load_grows_fail",
-    "robust.soak.mixed": "test_a_server_too_slow_for_a_mixture_is_said",
     "robust.soak.memory": "test_growth_is_told_from_noise",
     "robust.soak.fragmentation": "test_lost_room_behind_the_soak_fails",
     "robust.storm.held": "test_what_is_held_behind_a_storm_fails",
