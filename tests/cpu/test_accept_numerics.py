@@ -258,11 +258,13 @@ def test_choices_that_bfloat16_turns_over_fail_nothing(choosing: Choosing, monke
 
 
 def narrow_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 alone, what a layer adds is too large by a tenth."""
+    """In bfloat16 alone, what a layer adds is too large by a quarter: 2.4 times the bound on this twin.
+
+    A tenth lies at the bound, 0.93 to 1.03 of it, as the floor is made of random draws."""
     leave = PlainBlock.leave
 
     def changed(self: PlainBlock, carry: Any, site: str, out: Tensor) -> Any:
-        return leave(self, carry, site, out * 1.1 if out.dtype == torch.bfloat16 else out)
+        return leave(self, carry, site, out * 1.25 if out.dtype == torch.bfloat16 else out)
 
     monkeypatch.setattr(PlainBlock, "leave", changed)
 
