@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -15,8 +14,9 @@ from dayzero.arch.residuals import Plain
 from dayzero.arch.rope import Rope
 from dayzero.blocks.attention import AttentionBlock
 from dayzero.blocks.local_cache import LocalCache
-from dayzero.blocks.site import Params, Site, reference
+from dayzero.blocks.site import Params, Site
 from dayzero.view import TokenStore
+from tests.cpu.called import noting
 from tests.cpu.random_models import CHANNELS, DIM, NORM, attention, model, random_params
 
 FUSED = "attention.norm_rope_write"
@@ -31,26 +31,11 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def binding(called: list[str], fused: bool) -> Callable[[str, str], Callable[..., Any]]:
-    """Binds references that note that they were called; the operator for all as a variant of its own, where asked."""
-
-    def bound(contract: str, site: str) -> Callable[..., Any]:
-        body = reference(contract, site)
-
-        def call(*args: Any, **options: Any) -> Any:
-            called.append(contract)
-            return body(*args, **options)
-
-        return body if contract == FUSED and not fused else call
-
-    return bound
-
-
 def entered(spec: Attention, fused: bool) -> tuple[list[Tensor], list[str]]:
     """What two steps of two sequences give and leave in the cache, and which operators were called."""
     whole, called = model((spec,), (CHANNELS["glu"],), Plain(NORM)), list[str]()
     params = Params(random_params(whole), "layers.0.mixer.")
-    block = AttentionBlock(spec, params, Site("layers.0.mixer", binding(called, fused)))
+    block = AttentionBlock(spec, params, Site("layers.0.mixer", noting(called, "" if fused else FUSED)))
     assert not params.left_over()
     cache, out = LocalCache(whole, torch.float32), []
     for step, parts in enumerate([((0, [1] * 5), (1, [2] * 3)), ((0, [1]), (1, [2]))]):

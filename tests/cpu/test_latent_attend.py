@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from dayzero.arch.mixers import MLA
 from dayzero.arch.residuals import Plain
 from dayzero.blocks.latent import LatentBlock
 from dayzero.blocks.local_cache import LocalCache
-from dayzero.blocks.site import Params, Site, reference
+from dayzero.blocks.site import Params, Site
 from dayzero.engine.profiling.work import Call, Counter
 from dayzero.ops import latent, latent_steps
 from dayzero.ops.attention import causal, merge
@@ -24,6 +23,7 @@ from dayzero.ops.contract import Case
 from dayzero.ops.latent_forms import Widths
 from dayzero.ops.paged import paged
 from dayzero.view import Span
+from tests.cpu.called import noting
 from tests.cpu.random_models import CHANNELS, DIM, NORM, model, random_params
 from tests.cpu.random_models import latent as mixer
 from tests.parity import close
@@ -32,26 +32,11 @@ FUSED = "latent.attend"
 IN_TURN = {"latent.queries", "attention.paged", "latent.values"}
 
 
-def binding(called: list[str], fused: bool) -> Callable[[str, str], Callable[..., Any]]:
-    """Binds references that note that they were called; the operator for all as a variant of its own, where asked."""
-
-    def bound(contract: str, site: str) -> Callable[..., Any]:
-        body = reference(contract, site)
-
-        def call(*args: Any, **options: Any) -> Any:
-            called.append(contract)
-            return body(*args, **options)
-
-        return body if contract == FUSED and not fused else call
-
-    return bound
-
-
 def attended(spec: MLA, fused: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[str]]:
     """What two steps of two sequences give, and which operators were called."""
     whole, called = model((spec,), (CHANNELS["glu"],), Plain(NORM)), list[str]()
     params = Params({k: v.to(dtype) for k, v in random_params(whole).items()}, "layers.0.mixer.")
-    block = LatentBlock(spec, params, Site("layers.0.mixer", binding(called, fused)))
+    block = LatentBlock(spec, params, Site("layers.0.mixer", noting(called, "" if fused else FUSED)))
     assert not params.left_over()
     cache, out = LocalCache(whole, dtype), []
     for step, parts in enumerate([((0, [1] * 5), (1, [2] * 3)), ((0, [1]), (1, [2] * 2))]):

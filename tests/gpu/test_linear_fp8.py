@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from dayzero.ops.triton import linear_fp8 as tiles
 from dayzero.ops.triton import linear_rounded
 from dayzero.rehearse.shrink import shrink
 from tests.cpu.engine_support import Engine, prompt_ids
+from tests.gpu.graph import replayed
 
 pytestmark = pytest.mark.gpu
 BF16, F32 = torch.bfloat16, torch.float32
@@ -162,16 +163,6 @@ def test_a_row_with_nan_stays_one_where_inputs_are_rounded_and_spoils_no_other(r
     for multiply in (linear_rounded.matmul, few_rounded.matmul):
         got = multiply(x, packed_rows(weight_of(256, 512)))
         assert got[1].isnan().all() and torch.cat((got[:1], got[2:])).isfinite().all()
-
-
-def replayed(call: Callable[[], Tensor]) -> Tensor:
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    out.fill_(0)
-    graph.replay()
-    return out
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])

@@ -19,6 +19,7 @@ from dayzero.ops.random_inputs import Inputs
 from dayzero.ops.sample import draw
 from dayzero.ops.triton import activation, embed, norm, residual, rope, sample
 from dayzero.ops.vendor import torch_cuda
+from tests.gpu.graph import replayed
 
 pytestmark = pytest.mark.gpu
 BF16, F32 = torch.bfloat16, torch.float32
@@ -93,16 +94,6 @@ def test_draws_at_a_true_vocabulary(dtype: torch.dtype) -> None:
     want = draw(**given)
     got = drawing.draw(**{k: v.cuda() for k, v in given.items()})
     assert torch.equal(got.cpu(), want)
-
-
-def replayed(call: Callable[[], Tensor]) -> Tensor:
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    out.fill_(0)
-    graph.replay()
-    return out
 
 
 def test_graphs_replay_what_runs_eagerly() -> None:

@@ -86,7 +86,8 @@ def _check(found: Mapping[str, Attend], given: dict[str, Any]) -> Mapping[str, t
 
 def _peers(shape: Shape) -> dict[str, Attend]:
     """Each as ``latent.attend``."""
-    from dayzero.ops.triton.latent_attend import Tuning, chunk
+    from dayzero.ops.triton.latent_attend import chunk
+    from dayzero.ops.triton.paged_prefill import Tuning
 
     out: dict[str, Attend] = {"absorbed": _absorbed}
     for tuning in (Tuning(*values) for values in TUNINGS):

@@ -7,8 +7,6 @@ M queries of a block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +16,7 @@ from dayzero.ops.latent_steps import Absorbed, Expanded, Sums, attend_by
 from dayzero.ops.triton.latent import queries_into_latent, values_out_of_latent
 from dayzero.ops.triton.machine import check_machine
 from dayzero.ops.triton.paged_decode import LOG2_E, product
-from dayzero.ops.triton.paged_prefill import paged
+from dayzero.ops.triton.paged_prefill import Tuning, paged
 from dayzero.view import Paged
 
 __all__ = ["attend", "check_machine", "chunk"]
@@ -133,16 +131,6 @@ def _chunk(
     has_M = has_M & (last == 0)
     tl.store(sums + place, result, mask=has_M[:, None] & (v[None] < V))
     tl.store(lse + at_M, higher + tl.log2(total), mask=has_M)
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """block: queries at once; tile: keys at once."""
-
-    block: int
-    tile: int
-    warps: int
-    stages: int
 
 
 def tuning_of(widths: Widths) -> Tuning:
